@@ -121,8 +121,8 @@ def options(vllm_config: Any) -> Options:
         "sampled drafts (draft_sample_method)": (
             vllm_config.speculative_config.draft_sample_method != "greedy"
         ),
-        "CUDA graphs (pass --enforce-eager)": (
-            vllm_config.compilation_config.cudagraph_mode.name != "NONE"
+        'whole CUDA graphs (pass --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\')': (
+            vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         ),
     }
     for feature, is_on in refused.items():

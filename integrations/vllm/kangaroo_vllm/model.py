@@ -6,6 +6,7 @@ draft vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,15 @@ from kangaroo_vllm import checks
 from kangaroo_vllm.checks import Unsupported
 
 
+def copies_inputs(vllm_config: VllmConfig) -> VllmConfig:
+    """vLLM's config for compiled code whose CUDA graphs copy their inputs, which for our code lie
+    elsewhere each time. All else is shared."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.cudagraph_copy_inputs = True
+    return config
+
+
 def load_adapter(
     vllm_config: VllmConfig, options: checks.Options, target: nn.Module
 ) -> KangarooAdapter:
@@ -46,7 +56,7 @@ def load_adapter(
     checks.check_target(facts, config, target.config)
     dtype, device = vllm_config.model_config.dtype, vllm_config.device_config.device
     with (
-        set_current_vllm_config(vllm_config),
+        set_current_vllm_config(copies_inputs(vllm_config)),
         set_default_torch_dtype(dtype),
         torch.device(device),
         set_model_tag("kangaroo_adapter"),

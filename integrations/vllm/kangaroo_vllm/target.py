@@ -5,27 +5,30 @@ exit, and writes their keys into the target's own pages. Verification then runs 
 for the last drafted token, and the layers above for all.
 
 Shapes: N tokens of a step, M of them new, D hidden size, R rows that draft, W blocks of a row, K
-draft vocabulary.
+draft vocabulary, P tokens of a CUDA graph: one of vLLM's sizes, filled up.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata, subclass_attention_backend
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from kangaroo_vllm.checks import Unsupported
-from kangaroo_vllm.model import KangarooAdapter
+from kangaroo_vllm.model import KangarooAdapter, copies_inputs
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": {0: "b"}, "positions": {0: "b"}})
@@ -89,10 +92,11 @@ class SplitTarget:
     def __init__(self, vllm_config: VllmConfig, adapter: KangarooAdapter, target: Any):
         self.vllm_config, self.adapter, stack = vllm_config, adapter, target.model
         cut: Any = {"stack": stack, "exit_layer": adapter.facts.exit_layer}
-        with set_model_tag("kangaroo_below"):  # the keys of vLLM's compilation cache
-            self.below = Below(**cut, vllm_config=vllm_config)
-        with set_model_tag("kangaroo_above"):
-            self.above = Above(**cut, vllm_config=vllm_config)
+        with set_current_vllm_config(copies_inputs(vllm_config)):
+            with set_model_tag("kangaroo_below"):  # a key of vLLM's compilation cache
+                self.below = Below(**cut, vllm_config=vllm_config)
+            with set_model_tag("kangaroo_above"):
+                self.above = Above(**cut, vllm_config=vllm_config)
         stack.forward, stack.do_not_compile = self.forward, True
         attention = adapter.attention.attn
         shallow = [layer.self_attn.attn for layer in stack.layers[: adapter.facts.exit_layer]]
@@ -178,11 +182,13 @@ class SplitTarget:
         index_R, positions_R, slots_R, ids_R = torch.tensor(places).T.contiguous().to(device)
         ends = torch.arange(len(rows) + 1, dtype=torch.int32)
         lengths = torch.tensor([row.position + 1 for row in rows], dtype=torch.int32)
-        table_RW = self.step.block_table_tensor[index_R]
-        with self._batch(ends, lengths, table_RW, slots_R):
-            f_RD = self.below(ids_R.int(), positions_R)
-            hidden_RD = self.adapter(f_RD, positions_R)
-        for row, f_D in zip(rows, f_RD, strict=True):
+        tokens = ids_R.int(), positions_R, slots_R
+        with self._batch(ends, lengths, self.step.block_table_tensor[index_R], tokens) as padded:
+            ids_P, positions_P = padded
+            f_PD = self.below(ids_P, positions_P)
+            hidden_RD = self.adapter(f_PD, positions_P)[: len(rows)]
+        # a copy, since the next replay of a graph writes to the same memory
+        for row, f_D in zip(rows, f_PD[: len(rows)].clone(), strict=True):
             row.states_D.append(f_D)
         return self.adapter.draft_logits(hidden_RD)
 
@@ -195,18 +201,33 @@ class SplitTarget:
                 slot = row.blocks[row.start // size] * size + row.start % size
                 self.drafted[slot] = row
 
+    @cached_property
+    def graphs(self) -> CudagraphDispatcher:
+        """Which of vLLM's CUDA graphs runs a number of tokens; the runner has another one of these,
+        which gives the same answers."""
+        graphs = CudagraphDispatcher(self.vllm_config)
+        graphs.initialize_cudagraph_keys(self.vllm_config.compilation_config.cudagraph_mode)
+        return graphs
+
     @contextmanager
     def _batch(
-        self, ends: Tensor, lengths: Tensor, table_RW: Tensor, slots_N: Tensor
-    ) -> Iterator[None]:
-        """Run attention on the last tokens of rows.
+        self, ends: Tensor, lengths: Tensor, table_RW: Tensor, tokens_M: tuple[Tensor, ...]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Run attention on the last tokens of rows. Yields their ids and positions `[P]`, filled up
+        to the size of a graph if one is to run.
 
         Args:
             ends: each row's start in the batch, and the end of the last one, on the host.
             lengths: the rows' lengths, including these tokens, on the host.
+            tokens_M: their ids, positions and slots.
         """
-        both = torch.cat([ends, lengths]).to(slots_N.device)  # one copy to the device
-        count = len(slots_N)
+        both = torch.cat([ends, lengths]).to(table_RW.device)  # one copy to the device
+        count = len(tokens_M[0])
+        mode, graph = self.graphs.dispatch(count)
+        if missing := graph.num_tokens - count:
+            fills = zip(tokens_M, (0, 0, -1), strict=True)  # -1: no slot
+            tokens_M = tuple(F.pad(x_M, (0, missing), value=fill) for x_M, fill in fills)
+        ids_P, positions_P, slots_P = tokens_M
         batch = CommonAttentionMetadata(
             query_start_loc=both[: len(ends)],
             query_start_loc_cpu=ends,
@@ -217,16 +238,18 @@ class SplitTarget:
             max_query_len=int(ends.diff().max()),
             max_seq_len=int(lengths.max()),
             block_table_tensor=table_RW,
-            slot_mapping=slots_N,
+            slot_mapping=slots_P,
         )
         metadata = self.builder.build(0, batch, fast_build=True)
         with set_forward_context(
             dict.fromkeys(self.attention_names, metadata),
             self.vllm_config,
-            num_tokens=count,
-            slot_mapping=dict.fromkeys(self.attention_names, slots_N),
+            num_tokens=graph.num_tokens,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=graph,
+            slot_mapping=dict.fromkeys(self.attention_names, slots_P),
         ):
-            yield
+            yield ids_P, positions_P
 
     def _join(self, drafted: dict[int, DraftRow], input_ids: Tensor, positions: Tensor) -> Tensor:
         """The states at the exit `[N, D]`; the lower part computes those that drafting has not."""
@@ -260,11 +283,11 @@ class SplitTarget:
         skipped = accumulate(counts, initial=0)
         ends = [end - count for end, count in zip(starts, skipped, strict=True)]
         lengths = torch.from_numpy(self.pages()[:, 0]).int()
-        slots_M = step.slot_mapping[new_M]
         ends_cpu = torch.tensor(ends, dtype=torch.int32)
-        with self._batch(ends_cpu, lengths, step.block_table_tensor, slots_M):
-            f_MD = self.below(input_ids[new_M], positions[new_M])
-        f_ND = f_MD.new_empty(len(input_ids), f_MD.shape[-1])
+        tokens = input_ids[new_M], positions[new_M], step.slot_mapping[new_M]
+        with self._batch(ends_cpu, lengths, step.block_table_tensor, tokens) as padded:
+            f_MD = self.below(*padded)[: len(new)]
+        f_ND = f_MD.new_zeros(len(input_ids), f_MD.shape[-1])  # may end with a graph's fillers
         f_ND[new_M] = f_MD
         f_ND[drafted_M] = torch.stack(drafted_states)
         return f_ND

@@ -23,6 +23,7 @@ vllm.config:set_current_vllm_config vllm_config
 vllm.distributed:tensor_model_parallel_all_reduce input_
 vllm.forward_context:get_forward_context
 vllm.forward_context:set_forward_context attn_metadata vllm_config num_tokens slot_mapping
+    cudagraph_runtime_mode batch_descriptor
 vllm.model_executor.layers.layernorm:RMSNorm hidden_size eps
 vllm.model_executor.model_loader.utils:process_weights_after_loading model model_config
     target_device
@@ -41,6 +42,9 @@ vllm.v1.attention.backend:CommonAttentionMetadata query_start_loc query_start_lo
     seq_lens_cpu_upper_bound num_reqs num_actual_tokens max_query_len max_seq_len
     block_table_tensor slot_mapping is_prefilling
 vllm.v1.attention.backend:subclass_attention_backend name_prefix attention_backend_cls builder_cls
+vllm.v1.cudagraph_dispatcher:CudagraphDispatcher vllm_config
+vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch self num_tokens
+vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.initialize_cudagraph_keys self cudagraph_mode
 vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p logits k p
 """
 

@@ -113,3 +113,10 @@ def counted(llm: LLM) -> dict[str, int]:
     start = "vllm:spec_decode_num_"
     found = {x.name.removeprefix(start): x for x in llm.get_metrics() if x.name.startswith(start)}
     return {name: x.value for name, x in found.items() if hasattr(x, "value")}
+
+
+@pytest.fixture(scope="session")
+def alone(serve: Serve) -> list[list[int]]:
+    """What vLLM writes without a drafter, one prompt at a time."""
+    with serve(threshold=None) as llm:
+        return [written(llm, [prompt])[0] for prompt in prompts()]

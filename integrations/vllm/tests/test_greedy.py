@@ -15,13 +15,6 @@ from kangaroo.heads import draft_head
 from kangaroo.heads.draft_head import DraftHead, TextHead
 
 
-@pytest.fixture(scope="module")
-def alone(serve):
-    """What vLLM writes without a drafter, one prompt at a time."""
-    with serve(threshold=None) as llm:
-        return [written(llm, [prompt])[0] for prompt in prompts()]
-
-
 def rounds(llm, prompt, max_tokens=48):
     """How many tokens each of its steps writes; the first step is the prefill."""
     asked = SamplingParams(

@@ -61,7 +61,7 @@ def test_another_format_is_named(refused):
 
 
 def test_another_target_is_named(serve, folders, tmp_path, refused):
-    assert "6 layers, not 7" in refused.changed(target_layers=7)
+    assert "4 layers, not 7" in refused.changed(target_layers=7)
     other = random_model(
         vocab_size=128,
         hidden_size=64,
@@ -93,7 +93,7 @@ def test_lora_is_named(refused):
         ("", "kv_transfer_config", object(), "--kv-transfer-config"),
         ("model_config", "enable_prompt_embeds", True, "--enable-prompt-embeds"),
         ("speculative_config", "draft_sample_method", "probabilistic", "sampled drafts"),
-        ("compilation_config", "cudagraph_mode", CUDAGraphMode.FULL, "--enforce-eager"),
+        ("compilation_config", "cudagraph_mode", CUDAGraphMode.FULL, "PIECEWISE"),
         ("", "additional_config", {}, "which adapter is to draft?"),
         ("", "additional_config", {"kangaroo": "folder", "kangaroo_max_batch": 1.5}, "max_batch"),
         ("", "additional_config", {"kangaroo": "x", "kangaroo_text_vocabulary": "9"}, "from 0, no"),
@@ -142,7 +142,7 @@ def changed_forward(self, positions, hidden_states, residual):
 @pytest.mark.parametrize(
     "name, value, told",
     [
-        ("forward_context.set_forward_context", lambda attn_metadata: 0, "takes no num_tokens, sl"),
+        ("forward_context.set_forward_context", lambda attn_metadata: 0, "takes no batch_des"),
         ("forward_context.get_forward_context", lambda step: 0, "get_forward_context needs step"),
         ("compilation.backends.set_model_tag", None, "set_model_tag is not there"),
         ("model_executor.models.llama.LlamaDecoderLayer.forward", changed_forward, "Layer.forward"),
