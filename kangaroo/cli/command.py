@@ -109,8 +109,9 @@ def command(
                 raise SystemExit(str(error)) from error
             except (CompactHydraException, TypeError, ValueError) as error:
                 # Hydra's of any kind; in a fault of ours all choices are names
-                is_hydra = isinstance(error, CompactHydraException)
-                message = nameless_choice(name, typed) or (explanation(error) if is_hydra else None)
+                message = nameless_choice(name, typed)
+                if message is None and isinstance(error, CompactHydraException):
+                    message = explanation(error)
                 if message is None:
                     raise
                 raise SystemExit(message) from error

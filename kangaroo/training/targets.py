@@ -1,5 +1,6 @@
 """The target as a training holds it: whole, its first layers, or a part in each process."""
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +15,8 @@ from kangaroo.data.conversations import ConversationsConfig
 from kangaroo.data.making import MixConfig, SynthesisConfig
 from kangaroo.engine.backend import Backend
 from kangaroo.heads.layer import Layer
-from kangaroo.models import layer_weights
 from kangaroo.models.gguf_file import is_gguf
+from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import ModelConfig, Weights, load_target, load_tokenizer, meta_model
 from kangaroo.models.random_models import RANDOM
 from kangaroo.models.target import TargetModel
@@ -37,7 +38,6 @@ def target_with_data(
 ) -> TargetModel:
     """The target, after it has written its data, or with no more weights than the training needs if
     it has none to write: see `layers_read` and `shard`."""
-    model = replace(model, weights=model.weights or Weights.widened)
     shape = meta_model(model)
     count = layers_read(shape, recipes, config, data)
     if count is not None:
@@ -49,6 +49,16 @@ def target_with_data(
         tokenizer: Any = load_tokenizer(model.path, model.revision)
     else:
         lm, tokenizer = load_target(model, count)
+    make_data(lm, tokenizer, data, ranks)
+    if is_gguf(lm.name) and model.weights is None and packed_linears(lm.layers):
+        del lm  # packed matrices write text in half the time, and cannot be trained on
+        gc.collect()
+        lm, _ = load_target(replace(model, weights=Weights.widened))
+    return lm
+
+
+def make_data(lm: TargetModel, tokenizer: Any, data: Data, ranks: Ranks) -> None:
+    """Let the target write its data, and say how much there is."""
     data.make(lm, tokenizer, ranks)
     ranks.wait()
     about = store.read_provenance(Path(data.path))
@@ -56,7 +66,6 @@ def target_with_data(
         f"{about['conversations']} conversations, {about['tokens']} tokens, "
         f"{about['assistant_tokens']} of the assistant, from {data.path}"
     )
-    return lm
 
 
 def writes_nothing(data: Data, lm: TargetModel) -> bool:
@@ -106,7 +115,7 @@ def shard(lm: TargetModel, device: torch.device, ranks: Ranks) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if layer_weights.packed_linears(lm.layers):
+    if packed_linears(lm.layers):
         raise ConfigError(
             "trainer.shard_target=true spreads plain weights, and this target is quantized. Leave "
             "one of them out: what is quantized takes a half or a quarter of the memory."

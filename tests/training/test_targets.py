@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from data.data_cases import NO_FILTERS, settings
 from helpers import recipe_of
+from tiny_gguf import write
 from training_cases import config, train
 
 from kangaroo.data import store
+from kangaroo.models.layer_weights import packed_linears
 from kangaroo.models.loading import Dtype, ModelConfig
 from kangaroo.models.random_models import byte_tokenizer, random_model
 from kangaroo.training.estimate import target_bytes
@@ -58,3 +60,18 @@ def test_all_layers_are_loaded_where_all_are_read(written, parts, options):
     _, data, whole = written
     recipes = [recipe_of(exit_layers=[1], **parts)]
     assert layers_read(whole, recipes, config(**options), data) is None
+
+
+def test_a_gguf_target_writes_with_its_own_blocks_and_is_widened_to_train(tmp_path, monkeypatch):
+    write(tmp_path / "x.gguf")
+    model = ModelConfig("x", str(tmp_path / "x.gguf"), device="cpu")
+    data, writers = settings(tmp_path / "data", filters=NO_FILTERS, shards=1), []
+    make = type(data).make
+
+    def made(self, lm, *args):
+        writers.append(len(packed_linears(lm.layers)))
+        make(self, lm, *args)
+
+    monkeypatch.setattr(type(data), "make", made)
+    lm = target_with_data(model, data, [recipe_of(exit_layers=[1])], config(), ALONE)
+    assert writers == [7 * lm.n_layers] and not packed_linears(lm.layers)
