@@ -71,7 +71,7 @@ soak: $(call needs,test)  ## decode a million tokens by every drafter, and compa
 
 # The experiments of the paper, for the embedded model; docs/results/paper.md names them. A run that was stopped goes on.
 PAPER = table1 adapter_ablation parameters exit_layer threshold steps position tree temperature
-PAPER_TRAINING = data.shards=2 trainer.epochs=1 trainer.vocabulary=8192
+PAPER_TRAINING = model.dtype=float32 data.teacher=32 data.shards=2 trainer.epochs=1 trainer.vocabulary=8192
 paper: $(BASE)  ## measure the paper's experiments, and write them into docs/results/paper.md
 	@# first what needs no training: questions that are not there are missed at once
 	$(BIN)/python evaluate.py experiment=paper/table1 $(ARGS)

@@ -31,6 +31,13 @@ old
 <!-- end -->
 Between.
 <!-- study: tree -->
+
+kept
+
+| finding | verdict |
+| --- | --- |
+| A tree has a higher CR | **open** |
+
 <!-- end -->
 """
 
@@ -194,8 +201,8 @@ def test_the_page_keeps_its_own_words_and_gets_what_was_measured(results, tmp_pa
     report.publish(folder, file)
     text = file.read_text()
     assert "Written by hand." in text and "\nBetween.\n" in text and "\nold\n" not in text
-    assert "Not measured yet: `python evaluate.py experiment=paper/tree`." in text
-    assert "of 2 findings of the paper that were checked, 1 agree, 1 disagree, and 0 are" in text
+    assert "\n\nkept\n\n|" in text
+    assert "Of 3 findings of the paper that were checked, 1 agree, 1 disagree, and 1 are" in text
     assert "m on b: 8 questions, 8 turns, at most 8 new tokens, greedy" in text
     assert "![Thresholds](img/paper/threshold.png)" in text
     assert (tmp_path / "img/paper/threshold.png").is_file()

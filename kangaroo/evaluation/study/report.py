@@ -4,16 +4,14 @@ A page, such as `docs/results/paper.md`, has pairs of comments, `<!-- study: NAM
 `<!-- summary -->` and `<!-- end -->`. `publish` replaces only the text between them.
 """
 
-import json
 import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,12 +28,13 @@ from kangaroo.evaluation.study.study import AGREES, DISAGREES, HERE, OPEN, Place
 from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
-from kangaroo.utils.folders import command_line, write_json
+from kangaroo.utils.folders import write_json
 from kangaroo.utils.tables import Row, number, short
 
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
-STUDY = re.compile(r"(<!-- study: (\w+) -->\n).*?(<!-- end -->)", re.S)
+STUDY = re.compile(r"(<!-- study: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
+VERDICT = re.compile(rf"\| \*\*({AGREES}|{DISAGREES}|{OPEN})\*\* \|")  # of a row
 IMAGES = Path("img/paper")  # relative to the page
 COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
 HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
@@ -233,7 +232,7 @@ def provenance_lines(study: Study) -> list[str]:
 
 def publish(results: Path, page: Path) -> None:
     """Write the studies in `results`, a model's folder, into a page that has a place for each, and
-    copy their plots. Errors: `ConfigError`."""
+    copy their plots. Other studies of the page stay as they are. Errors: `ConfigError`."""
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
     if not STUDY.search(text):
         raise ConfigError(
@@ -241,35 +240,27 @@ def publish(results: Path, page: Path) -> None:
             "Write `<!-- study: NAME -->` and `<!-- end -->` into the page, or pass the output= of "
             "a comparison."
         )
-    files = {}
-    for _, name, _ in STUDY.findall(text):
-        # a study may share the folder of another one
-        if file := next(iter(sorted(results.glob(f"*/{name}.json"))), None):
-            files[name] = file
-            (page.parent / IMAGES).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file.with_suffix(".png"), page.parent / IMAGES / f"{name}.png")
-    text = STUDY.sub(lambda m: f"{m[1]}\n{section(m[2], files.get(m[2]))}\n\n{m[3]}", text)
-    studies = [json.loads(file.read_text(encoding="utf-8")) for file in files.values()]
-    text = SUMMARY.sub(lambda m: f"{m[1]}\n{summary(studies)}\n\n{m[2]}", text)
-    page.write_text(text, encoding="utf-8")
 
+    def replaced(match: re.Match[str]) -> str:
+        start, name, old, end = match.groups()
+        return f"{start}\n{section(name, results, page) or old.strip()}\n\n{end}"
 
-def section(name: str, file: Path | None) -> str:
-    """A study's part of the page; `file` is its JSON."""
-    if file is None:
-        return f"Not measured yet: `{command_line('evaluate', experiment=f'paper/{name}')}`."
-    _, text = file.with_suffix(".md").read_text(encoding="utf-8").split("\n\n", 1)
-    return text.replace(f"]({name}.png)", f"]({(IMAGES / name).as_posix()}.png)").rstrip()
-
-
-def summary(studies: Sequence[dict[str, Any]]) -> str:
-    """How many of the paper's findings the studies confirm."""
-    if not studies:
-        return "Nothing was measured yet."
-    first = studies[0]
-    counts = Counter(claim["verdict"] for study in studies for claim in study["checked"])
-    return (
-        f"{first['model']}, {first['dtype']} on {first['device']}: of {counts.total()} findings of "
-        f"the paper that were checked, {counts[AGREES]} agree, {counts[DISAGREES]} disagree, and "
-        f"{counts[OPEN]} are open."
+    text = STUDY.sub(replaced, text)
+    verdicts = Counter(VERDICT.findall("".join(match[0] for match in STUDY.finditer(text))))
+    counted = (
+        f"Of {verdicts.total()} findings of the paper that were checked, {verdicts[AGREES]} agree, "
+        f"{verdicts[DISAGREES]} disagree, and {verdicts[OPEN]} are open."
     )
+    page.write_text(SUMMARY.sub(rf"\1\n{counted}\n\n\2", text), encoding="utf-8")
+
+
+def section(name: str, results: Path, page: Path) -> str:
+    """A study's part of the page, whose plot is copied beside it; empty if it is not measured."""
+    # a study may share the folder of another one
+    file = next(iter(sorted(results.glob(f"*/{name}.md"))), None)
+    if file is None:
+        return ""
+    (page.parent / IMAGES).mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file.with_suffix(".png"), page.parent / IMAGES / f"{name}.png")
+    _, text = file.read_text(encoding="utf-8").split("\n\n", 1)
+    return text.replace(f"]({name}.png)", f"]({(IMAGES / name).as_posix()}.png)").rstrip()
