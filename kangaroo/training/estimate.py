@@ -19,7 +19,7 @@ import psutil
 import torch
 from torch import cuda, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Timer, timer
 from transformers import AutoModelForCausalLM
 
 from kangaroo.data import reading, store
@@ -58,6 +58,7 @@ LEARNT = 0.75  # the assistant's share
 
 CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
 WRITTEN = 8  # tokens of each text that are written to measure
+LONG = 10.0  # seconds
 UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
@@ -302,9 +303,13 @@ def _micro_batches(lengths: Sequence[int], config: TrainerConfig) -> list[list[i
 
 
 def _time(work: Callable[[], object]) -> float:
-    """The median time of a call after the first."""
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=0.1).median
+    """The median time of a call after the first, or of the first one if that takes `LONG`."""
+    start = timer()
+    work()
+    if (first := timer() - start) > LONG:
+        return first
+    later = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return later.blocked_autorange(min_run_time=0.1).median
 
 
 def target_bytes(lm: TargetModel, kept: int | None = None) -> int:
