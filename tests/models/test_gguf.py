@@ -97,6 +97,7 @@ def test_every_format_that_stays_packed_is_what_gguf_widens(tmp_path):
         expected = torch.from_numpy(gguf.dequantize(blocks_OB, kind))
         assert matrix.shape == (6, 512) and torch.equal(matrix.widened(), expected)
         assert torch.equal(matrix.widened(torch.tensor([4, 1])), expected[[4, 1]])
+        assert matrix.widened(torch.tensor([], dtype=torch.int64)).shape == (0, 512)
         bias, x = torch.nn.Parameter(torch.randn(6)), torch.randn(3, 512)
         linear = PackedLinear(torch.from_numpy(blocks_OB), kind, torch.float32, bias)
         assert torch.equal(linear(x), torch.nn.functional.linear(x, expected, bias))
