@@ -59,7 +59,7 @@ def methods_of(name):
 def test_every_experiment_of_the_paper_has_a_file_and_a_place_on_the_page():
     shown = STUDY.findall((ROOT / "docs/results/paper.md").read_text())
     (listed,) = re.findall(r"^PAPER = (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    assert sorted(name for _, name, _ in shown) == sorted(listed.split()) == NAMES
+    assert sorted(name for _, name, _, _ in shown) == sorted(listed.split()) == NAMES
     # make paper evaluates each once, and first one that needs no training
     done = subprocess.run(["make", "-n", "paper"], cwd=ROOT, capture_output=True, text=True)
     order = r"evaluate.py experiment=paper/(\w+).*experiment=paper/adapters.*name in ([^;]+);"

@@ -16,7 +16,7 @@ from kangaroo.api import load_target
 from kangaroo.heads import adapter_files
 from kangaroo.models import embedded, loading
 from kangaroo.models.loading import EMBEDDED, TINY, Dtype, ModelConfig, byte_tokenizer, load
-from kangaroo.models.supported import PLAIN, target_hashes
+from kangaroo.models.supported import PLAIN, eos_ids, target_hashes
 from kangaroo.utils import errors
 from kangaroo.utils.errors import ConfigError, CorruptFile, ModelNotFound, UnsupportedModel
 
@@ -296,7 +296,8 @@ def test_embedded_model_knows_its_tokens_and_answers(smollm2):
     model, tokenizer = smollm2
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == names
-    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 2
+    assert [tokenizer.eos_token_id] == eos_ids(model.config, None) == [2]
+    assert eos_ids(model.config, model.generation_config.eos_token_id) == [2]
     assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
     # digits are split off before anything else
     assert tokenizer.tokenize("a:\n\n1. x  20") == ["a", ":", "ĊĊ", "1", ".", "Ġx", "ĠĠ", "2", "0"]
