@@ -35,6 +35,7 @@ from kangaroo.utils.ranks import Ranks
 from kangaroo.utils.tracking import NoTracker, Wandb
 
 MISPLACED = errno.ENOTDIR, errno.EISDIR, errno.EEXIST  # a file in a folder's place, or otherwise
+NAMELESS = "Config group override", "is not iterable", "Merge error"  # Hydra's, of such choices
 INTERRUPTED = 130  # the exit code after Ctrl-C: 128 plus the signal's number
 
 log = logging.getLogger(__name__)
@@ -108,8 +109,8 @@ def command(
             except OverrideParseException as error:
                 raise SystemExit(str(error)) from error
             except (CompactHydraException, TypeError, ValueError) as error:
-                # Hydra's of any kind; in a fault of ours all choices are names
-                message = nameless_choice(name, typed)
+                is_nameless = any(text in str(error) for text in NAMELESS)
+                message = nameless_choice(name, typed) if is_nameless else None
                 if message is None and isinstance(error, CompactHydraException):
                     message = explanation(error)
                 if message is None:

@@ -34,10 +34,11 @@ from kangaroo.hub import transfer
 from kangaroo.hub.transfer import PackConfig
 from kangaroo.models.loading import ModelConfig, checkpoint_at, evaluate_command, meta_model
 from kangaroo.serving.serve import serve as run_server
-from kangaroo.training import backend, loop, targets
+from kangaroo.training import backend, loop
 from kangaroo.training.estimate import Devices, forecast
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import paper_exit
+from kangaroo.training.targets import target_with_data
 from kangaroo.utils import tracking
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.folders import command_line
@@ -214,9 +215,7 @@ def train(config: schema.TrainCommand) -> float | None:
         _log_estimate(config, ranks)
         if config.estimate:
             return None
-        lm = targets.target_with_data(
-            config.model, config.data, config.recipes, config.trainer, ranks
-        )
+        lm = target_with_data(config.model, config.data, config.recipes, config.trainer, ranks)
         samples, about = store.load(Path(config.data.path), lm.config.vocab_size)
         origin = {"dataset": about, "provenance": provenance()}
         # before the tracker starts a run, since this may refuse
@@ -239,7 +238,9 @@ def make_data(config: schema.TrainCommand) -> None:
     with join() as ranks:
         _log_estimate(config, ranks, trains=False)
         if not config.estimate:
-            targets.make_data(*load_target(config.model), config.data, ranks)
+            target_with_data(
+                config.model, config.data, config.recipes, config.trainer, ranks, trains=False
+            )
 
 
 def check_format(model: ModelConfig, muon: bool = False) -> None:

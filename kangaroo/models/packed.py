@@ -37,7 +37,7 @@ class PackedMatrix(nn.Module):
         if self.kept_OI is not None:
             return self.kept_OI if rows_R is None else self.kept_OI[rows_R]
         blocks_RB = self.blocks_OB if rows_R is None else self.blocks_OB[rows_R]
-        if not len(blocks_RB):  # gguf refuses no rows of some formats
+        if not len(blocks_RB):  # for some formats gguf's function fails then
             return torch.empty(0, self.shape[1], dtype=self.dtype, device=self.blocks_OB.device)
         numbers_RI = dequantize(blocks_RB.cpu().numpy(), self.kind)
         # a copy, since float32 numbers would be a view of the file

@@ -35,9 +35,11 @@ def target_with_data(
     recipes: Sequence[AdapterRecipe],
     config: TrainerConfig,
     ranks: Ranks,
+    trains: bool = True,
 ) -> TargetModel:
     """The target, after it has written its data, or with no more weights than the training needs if
-    it has none to write: see `layers_read` and `shard`."""
+    it has none to write: see `layers_read` and `shard`. Matrices of GGUF files are packed until
+    then, which writes text in half the time; what `trains` needs them widened."""
     shape = meta_model(model)
     count = layers_read(shape, recipes, config, data)
     if count is not None:
@@ -49,16 +51,6 @@ def target_with_data(
         tokenizer: Any = load_tokenizer(model.path, model.revision)
     else:
         lm, tokenizer = load_target(model, count)
-    make_data(lm, tokenizer, data, ranks)
-    if is_gguf(lm.name) and model.weights is None and packed_linears(lm.layers):
-        del lm  # packed matrices write text in half the time, and cannot be trained on
-        gc.collect()
-        lm, _ = load_target(replace(model, weights=Weights.widened))
-    return lm
-
-
-def make_data(lm: TargetModel, tokenizer: Any, data: Data, ranks: Ranks) -> None:
-    """Let the target write its data, and say how much there is."""
     data.make(lm, tokenizer, ranks)
     ranks.wait()
     about = store.read_provenance(Path(data.path))
@@ -66,6 +58,11 @@ def make_data(lm: TargetModel, tokenizer: Any, data: Data, ranks: Ranks) -> None
         f"{about['conversations']} conversations, {about['tokens']} tokens, "
         f"{about['assistant_tokens']} of the assistant, from {data.path}"
     )
+    if trains and is_gguf(lm.name) and model.weights is None and packed_linears(lm.layers):
+        del lm
+        gc.collect()
+        lm, _ = load_target(replace(model, weights=Weights.widened))
+    return lm
 
 
 def writes_nothing(data: Data, lm: TargetModel) -> bool:
