@@ -32,24 +32,30 @@ _warn_once = cache(logging.getLogger(__name__).warning)
 
 @dataclass
 class HybridConfig(EarlyExitConfig):
-    """One tree from several sources, its nodes chosen by expected gain. Without the default adapter
-    there is no chain among the sources.
+    """One tree from several sources, its nodes chosen by expected gain. Without an adapter there is
+    no chain among the sources.
 
     Args:
+        adapter: null stands for none, as a default does that is not there.
         threshold: as in Kangaroo; with `auto` and 0 only the expected gain ends the chain.
         nodes: the most nodes of the verified tree, without the pending token.
         min_gain_per_step: tokens that work in a round must gain per vanilla step that it takes.
     """
 
     name: str = "hybrid"
+    adapter: str | None = "???"  # type: ignore[assignment]  # the others need one
     nodes: DraftSize = 15
     min_gain_per_step: Positive = 1.25
 
     @property
     def trained(self) -> str | None:
-        return None if adapter_files.absence(self.adapter) else super().trained
+        if self.adapter is None or adapter_files.absence(self.adapter):
+            return None
+        return super().trained
 
     def build(self, lm: TargetModel) -> Drafter:
+        if self.adapter is None:
+            return TextHybrid(self)
         if (reason := adapter_files.absence(self.adapter)) is not None:
             _warn_once(f"drafter=hybrid drafts from the text alone: {reason}")
             return TextHybrid(self)

@@ -203,6 +203,9 @@ def test_a_hybrid_without_an_adapter_drafts_from_the_text_and_says_so_once(
     assert config.settings()["adapter"] == "adapters/nobodys-fused" and not config.made_by()
     (said,) = (x for x in caplog.messages if "drafts from the text alone" in x)
     assert "no adapter at 'adapters/nobodys'" in said and "train.py model=FOLDER" in said
+    none = drafter_config("hybrid", NOBODYS, {"adapter": None})  # asked for, so nothing is said
+    assert kangaroo.load("tiny", drafter=none).generate(QUESTIONS, 40) == texts[0]
+    assert sum("from the text alone" in x for x in caplog.messages) == 1
     engine = kangaroo.load("tiny", drafter=config).engine
     (done,) = engine.generate([prompt_ids(model.tokenizer, talk("ab " * 60))], 40)
     assert sum(step.drafted for step in done.steps) > 0

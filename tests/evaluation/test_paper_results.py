@@ -130,6 +130,8 @@ def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(res
     study = read_study(STUDY, results)
     assert [each.verdict for each in study.checked] == ["agrees", "disagrees"]
     reasons = [x for x in report.body(study).splitlines() if x.endswith("It is not.")]
+    assert study.checked[1]._replace(questions=7).reason == "7 questions are too few to judge by."
+    assert [row["the paper"] for row in report.claim_rows(study)] == ["1.50 > 1.21", "1.21 > 1.50"]
     assert reasons == ["- *and it is not* (disagrees): It is not."]
 
 

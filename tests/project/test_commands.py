@@ -190,8 +190,9 @@ SHOWN = sorted(line for line in LINES if not ELSEWHERE.search(line))
 
 # Commands within sentences, but for sweeps and those that leave something to fill in.
 PAGES_TEXT = "\n".join(page.read_text() for page in PAGES)
-NAMED = re.findall(r"`(?:python )?((?:evaluate|train)\.py [^`]+)`", PAGES_TEXT)
-WITHIN = {line for line in NAMED if not re.search(r"=(X|\.\.\.)?( |$)| -m ", line)}
+SCRIPTS = r"evaluate|train|scripts/(?:chat|serve|speed|tune)"
+NAMED = re.findall(rf"`(?:python )?((?:{SCRIPTS})\.py [^`]+)`", PAGES_TEXT)
+WITHIN = {line for line in NAMED if not re.search(r"=(X|\.\.\.)?( |$)| -m |--help", line)}
 
 
 def marked(line: str) -> object:

@@ -24,7 +24,16 @@ from kangaroo.evaluation.comparison import bullet_list, environment_lines, setti
 from kangaroo.evaluation.metrics import CTAR, Estimate
 from kangaroo.evaluation.plots import FAINT, HF, INK
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study.study import AGREES, DISAGREES, HERE, OPEN, Place, Study
+from kangaroo.evaluation.study.study import (
+    AGREES,
+    DISAGREES,
+    HERE,
+    OPEN,
+    OVERALL,
+    Claim,
+    Place,
+    Study,
+)
 from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
@@ -84,14 +93,29 @@ def claim_rows(study: Study) -> list[Row]:
     """A row for each checked claim."""
     return [
         {
-            "finding of the paper": claim.says,
-            "metric": metric_heading(claim.metric),
-            HERE: f"{number(more.value)}, {number(less.value)}",
-            "difference": estimate_text(difference),
-            "verdict": f"**{verdict}**",
+            "finding of the paper": result.claim.says,
+            "metric": metric_heading(result.claim.metric),
+            "the paper": published_values(study, result.claim),
+            HERE: f"{number(result.more.value)}, {number(result.less.value)}",
+            "difference": estimate_text(result.difference),
+            "verdict": f"**{result.verdict}**",
         }
-        for claim, more, less, difference, verdict in study.checked
+        for result in study.checked
     ]
+
+
+def published_values(study: Study, claim: Claim) -> str:
+    """The paper's two values, of the first model that it gives both for; "-" without any."""
+    config = study.config
+    task = config.place(claim.task or OVERALL)
+    cells = {p.source: (p.curve, p.x) for p in study.points if config.x != "task" or p.x == task}
+    for model in dict.fromkeys(point.model for point in study.published):
+        points = [point for point in study.published if point.model == model]
+        values = {(p.curve, p.x): p.values.get(claim.metric) for p in points}
+        more, less = (values.get(cells[name]) for name in (claim.more, claim.less))
+        if more and less:
+            return f"{number(more.value)} > {number(less.value)}"
+    return "-"
 
 
 def estimate_text(estimate: Estimate | None, interval: bool = True) -> str:
@@ -182,11 +206,7 @@ def terminal_table(study: Study) -> Table:
 
 def body(study: Study) -> str:
     """The study as Markdown, without a title."""
-    reasons = [
-        f"*{result.claim.says}* ({result.verdict}): {result.claim.why.strip()}"
-        for result in study.checked
-        if result.verdict != AGREES and result.claim.why
-    ]
+    reasons = [f"*{x.claim.says}* ({x.verdict}): {x.reason}" for x in study.checked if x.reason]
     parts = [
         size(study),
         tables.markdown(table(study)),

@@ -104,6 +104,16 @@ class Checked(NamedTuple):
     less: Estimate
     difference: Estimate  # `more` less `less`, with its paired interval
     verdict: str
+    questions: int
+
+    @property
+    def reason(self) -> str:
+        """Why the study may not confirm the claim; empty where it does, or where none is known."""
+        if self.verdict == AGREES:
+            return ""
+        if self.questions < MIN_QUESTIONS:
+            return f"{self.questions} questions are too few to judge by."
+        return self.claim.why.strip()
 
 
 class Study(NamedTuple):
@@ -211,7 +221,8 @@ def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
         return None
     # resampled together: what makes a question hard for both does not widen the interval
     margin = estimate(np.hstack([pairs(records, claim.metric) for records in both]))
-    return Checked(claim, more, less, difference=margin, verdict=verdict(margin, len(more_ids)))
+    n = len(more_ids)
+    return Checked(claim, more, less, margin, verdict(margin, n), n)
 
 
 def verdict(margin: Estimate, questions: int) -> str:
