@@ -105,10 +105,11 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
     return folder
 
 
-def load(path: str, lm: TargetModel) -> Datastore:
-    """A datastore of `lm`'s vocabulary, whose arrays stay on the disk until they are read. Errors:
-    `DataError` if there is none, or one of another vocabulary; `CorruptFile`."""
-    about = read_about(path)
+def load(path: str, lm: TargetModel, *how: str) -> Datastore:
+    """A datastore of `lm`'s vocabulary, whose arrays stay on the disk until they are read. `how` are
+    words of the command that builds one. Errors: `DataError` if there is none, or one of another
+    vocabulary; `CorruptFile`."""
+    about = read_about(path, *how)
     folder = resolve_path(path)
     expected = identity(lm)
     stored = {name: about.get(name) for name in expected}
@@ -117,7 +118,7 @@ def load(path: str, lm: TargetModel) -> Datastore:
         raise DataError(
             f"datastore '{path}' was built for {about.get('target')} ({words(stored)}); this "
             f"target is {lm.name} ({words(expected)}). Build one for it: "
-            f"{command_line('prepare datastore', **model_options(lm.name))}"
+            f"{command_line('prepare datastore', *how, **model_options(lm.name))}"
         )
     try:
         # plain arrays, since indexing a memmap takes several times as long
@@ -131,14 +132,17 @@ def load(path: str, lm: TargetModel) -> Datastore:
     return Datastore(tokens_L, suffixes_L, lm.config.vocab_size, about)
 
 
-def read_about(path: str) -> dict[str, Any]:
-    """A datastore's metadata. Errors: `DataError` if there is no datastore, `CorruptFile`."""
+def read_about(path: str, *how: str) -> dict[str, Any]:
+    """A datastore's metadata; `how` is as in `load`. Errors: `DataError` if there is no
+    datastore, `CorruptFile`."""
     file = resolve_path(path) / ABOUT
     if not file.is_file():
         model = Path(path).name.removesuffix("-datastore")
+        target = {"model": "MODEL"} if how else model_options(model)
+        output = f"{path}-datastore" if file.parent.is_file() else path
         raise DataError(
             f"no datastore at '{path}' ({ABOUT} is missing). Build one: "
-            f"{command_line('prepare datastore', **model_options(model), output=path)}"
+            f"{command_line('prepare datastore', *how, **target, output=output)}"
         )
     try:
         return dict(json.loads(file.read_text()))

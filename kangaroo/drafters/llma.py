@@ -10,6 +10,8 @@ from kangaroo.drafters.prompt_lookup import PromptLookup
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import Count, DraftSize
 
+FROM_FILES = ("~data", "texts=[FILE,...]")  # builds a datastore from the user's documents
+
 
 @dataclass
 class LlmaConfig(DrafterConfig):
@@ -32,10 +34,12 @@ class LlmaConfig(DrafterConfig):
 
     def build(self, lm: TargetModel) -> Drafter:
         """Errors: those of `datastore.load`."""
-        return Llma(self, datastore.load(self.references, lm) if self.references else None)
+        named = self.references
+        return Llma(self, datastore.load(named, lm, *FROM_FILES) if named else None)
 
     def settings(self) -> dict[str, Any]:
-        about = datastore.read_about(self.references) if self.references else {}
+        named = self.references
+        about = datastore.read_about(named, *FROM_FILES) if named else {}
         return super().settings() | {"fingerprint": about.get("fingerprint")}
 
 

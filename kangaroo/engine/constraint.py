@@ -60,7 +60,8 @@ class Constraint:
             if node:
                 paths.append([*paths[parents[node]], tokens[node]])
             read = self.matcher.try_consume_tokens(paths[node])
-            if read == len(paths[node]):  # otherwise the node is not accepted
+            # otherwise the node is not accepted; what has stopped reads no more, and allows an EOS
+            if read == len(paths[node]) or self.matcher.is_stopped():
                 words = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
                 allowed_V = np.unpackbits(words, bitorder="little")[: len(self.biases_V)]
                 biases_NV[node, allowed_V == 0] = -np.inf

@@ -36,6 +36,7 @@ class Eagle3HeadConfig(base.HeadConfig):
 
     feed_forward_size: Count | None = None  # of the layer's feed-forward part
     rope_base: Positive | None = None  # of the layer's RoPE
+    norm_eps: Positive | None = None  # of its norms
 
     drafter: ClassVar[str] = "eagle3"
 
@@ -70,8 +71,8 @@ class Eagle3Head(Layer):
         self.residual_multiplier = 1
         self.first_seen = 1
         own_sizes = parts.feed_forward_size not in (None, lm.config.intermediate_size)
-        self.mixes_natively = not own_sizes and parts.rope_base is None
-        size, eps = lm.config.hidden_size, lm.config.rms_norm_eps
+        self.mixes_natively = not own_sizes and parts.rope_base is None and parts.norm_eps is None
+        size, eps = lm.config.hidden_size, parts.norm_eps or lm.config.rms_norm_eps
         llama = LlamaConfig(
             hidden_size=size,
             intermediate_size=parts.feed_forward_size or lm.config.intermediate_size,
@@ -108,7 +109,7 @@ class Eagle3Head(Layer):
         return [DraftHead(lm, self.head, vocabulary_K, self.head_norm)]
 
     def accelerate(self, lm: TargetModel) -> Self:
-        """Draft by a backend that has such layers, if sizes and RoPE are the target's."""
+        """Draft by a backend that has such layers, if sizes, RoPE and epsilon are the target's."""
         if lm.backend.reads_pairs and self.mixes_natively:
             super().accelerate(lm)
             norms = [self.embedding_norm.weight, self.state_norm.weight]

@@ -32,11 +32,13 @@ class EagleHeadConfig(base.HeadConfig):
             the loss on tokens has weight 1. The paper has weights of 1 and 0.1.
         sees_first: whether tokens see the text's first one, before which there is no state.
         rope_base: base of the layer's RoPE; null is the target's.
+        norm_eps: epsilon of the layer's norm; null is the target's.
     """
 
     regression: NotNegative = 10.0
     sees_first: bool = True
     rope_base: Positive | None = None
+    norm_eps: Positive | None = None
 
     drafter: ClassVar[str] = "eagle"
 
@@ -61,12 +63,13 @@ class EagleHead(Layer):
         size = lm.config.hidden_size
         self.join = nn.Linear(2 * size, size)
         self.attention = self.new_attention(lm)
-        self.middle_norm = lm.new_norm()
+        self.middle_norm = lm.new_norm(parts.norm_eps)
         self.feed_forward = type(lm.layers[-1].mlp)(lm.config)
 
     def accelerate(self, lm: TargetModel) -> Self:
         parts = self.architecture
-        return super().accelerate(lm) if parts.sees_first and parts.rope_base is None else self
+        is_like_target = parts.rope_base is None and parts.norm_eps is None
+        return super().accelerate(lm) if parts.sees_first and is_like_target else self
 
     def placed(self, meta: ForwardMeta) -> ForwardMeta:
         return as_released(meta, self.architecture.sees_first, self.architecture.rope_base)

@@ -192,7 +192,7 @@ def write_speculators(path: str, lm: TargetModel, folder: Path) -> None:
         num_key_value_heads=lm.config.num_key_value_heads,
         head_dim=lm.sizes().head_size,
         max_position_embeddings=lm.config.max_position_embeddings,
-        rms_norm_eps=lm.config.rms_norm_eps,
+        rms_norm_eps=parts.norm_eps or lm.config.rms_norm_eps,
         rope_parameters=dict(rope) if parts.rope_base is None else {"rope_theta": parts.rope_base},
         bos_token_id=lm.config.bos_token_id,
         eos_token_id=lm.config.eos_token_id,

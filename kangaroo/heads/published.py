@@ -8,8 +8,9 @@ Shapes: D hidden size, K draft vocabulary, V vocabulary.
 import hashlib
 import json
 import math
+import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,10 +47,12 @@ EAGLE3 = {"fc": "fuse", "norm": "head_norm", "lm_head": "head"} | {
     for name, ours in LAYER.items()
     | {"input_layernorm": "embedding_norm", "hidden_norm": "state_norm"}.items()
 }
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 EXIT_LAYERS = {"lmsys/vicuna-7b-v1.3": 2, "lmsys/vicuna-13b-v1.3": 3}  # of released adapters
 ROPE_BASE = 10000.0  # of adapters in the code of Kangaroo's authors, for any target
 # Fields of a head's config that the target's must equal, and that do not show in a tensor's shape.
-COMPARED = ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
+COMPARED = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+EPSILON = "rms_norm_eps"  # compared, too, for adapters of Kangaroo
 # How often the guesses of Medusa's heads for Vicuna-7B are right, by rank; from the accuracies that
 # their authors measured (assets/medusa_acc.csv of their repository, "7b").
 GUESSES = [
@@ -82,12 +85,15 @@ def read(source: str, lm: TargetModel, exit_layer: int | None = None) -> Importe
     folder = adapter_files.find(source, (*FILES, CONFIG), fix)
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
-        raise AdapterNotFound(f"'{folder}' holds none of {', '.join(FILES)}: it is no checkpoint.")
+        raise AdapterNotFound(
+            f"'{folder}' holds none of {', '.join(FILES)}. {fix.rstrip('.')} of a head in one such "
+            "file."
+        )
     state = {name.removeprefix(WRAPPED): tensor for name, tensor in _read_state(path).items()}
     state = {name: tensor for name, tensor in state.items() if not name.endswith(FREQUENCIES)}
     is_layer = any(name.startswith("layers.0.self_attn.") for name in state)
     if is_layer and "fc.weight" not in state:
-        _read_config(path, lm)  # for its errors
+        _read_config(path, lm, (*COMPARED, EPSILON))  # for its errors
         imported = Imported(kangaroo_adapter(path, state, lm, exit_layer))
     elif exit_layer is not None:
         raise ConfigError(
@@ -154,6 +160,7 @@ def _medusa(path: Path, state: State, lm: TargetModel) -> Imported:
 def _eagle(path: Path, state: State, lm: TargetModel) -> Imported:
     config = _read_config(path, lm)
     parts = EagleHeadConfig(sees_first=False, rope_base=_rope_base(path, config, lm))
+    parts.norm_eps = _norm_eps(config, lm)
     with torch.device("meta"):
         head = EagleHead(lm, parts)
     return Imported(_fitted(head, path, state, EAGLE, lm))
@@ -170,6 +177,7 @@ def _eagle3(path: Path, state: State, lm: TargetModel) -> Imported:
         )
     vocabulary_K = _draft_vocabulary(path, state, lm)
     parts = Eagle3HeadConfig(rope_base=_rope_base(path, config, lm))
+    parts.norm_eps = _norm_eps(config, lm)
     if config.intermediate_size != lm.config.intermediate_size:
         parts.feed_forward_size = config.intermediate_size
     with torch.device("meta"):
@@ -184,13 +192,15 @@ def _draft_vocabulary(path: Path, state: State, lm: TargetModel) -> Tensor | Non
     if "d2t" not in state:
         return None
     offsets_K, head_KD = state.pop("d2t"), state.get("lm_head.weight")
+    if offsets_K.dim() != 1 or not len(offsets_K):
+        raise _misfit(path, lm, [f"d2t is {list(offsets_K.shape)}, not a list of tokens"])
     tokens_K, order_K = (torch.arange(len(offsets_K)) + offsets_K.long()).sort()
     faults = []
     if inside_V is not None and len(inside_V) != size:
         faults.append(f"t2d is of {len(inside_V)} tokens, and the target has {size}")
     elif inside_V is not None and not torch.equal(inside_V.bool().nonzero()[:, 0], tokens_K):
         faults.append("t2d and d2t name different tokens")
-    if len(tokens_K) and not (tokens_K[0] >= 0 and tokens_K[-1] < size):
+    if not (tokens_K[0] >= 0 and tokens_K[-1] < size):
         faults.append(f"d2t names token {int(tokens_K[-1])}, and the target has {size}")
     if len(tokens_K.unique()) < len(tokens_K):
         faults.append("d2t names a token twice")
@@ -246,7 +256,17 @@ def _rope_base(path: Path, config: LlamaConfig, lm: TargetModel) -> float | None
     return float(rope["rope_theta"])
 
 
-def _read_config(path: Path, lm: TargetModel) -> LlamaConfig:
+def _norm_eps(config: LlamaConfig, lm: TargetModel) -> float | None:
+    """The epsilon of the head's norms; None if it is the target's."""
+    return None if _is_equal(EPSILON, config, lm) else float(config.rms_norm_eps)
+
+
+def _is_equal(name: str, config: LlamaConfig, lm: TargetModel) -> bool:
+    # an epsilon may be a rounded float32
+    return math.isclose(getattr(config, name), getattr(lm.config, name), rel_tol=1e-6)
+
+
+def _read_config(path: Path, lm: TargetModel, compared: Sequence[str] = COMPARED) -> LlamaConfig:
     """The config beside a checkpoint. Errors: `AdapterNotFound`, `CorruptFile`; `AdapterMismatch`
     for that of another target."""
     file = path.with_name(CONFIG)
@@ -258,19 +278,19 @@ def _read_config(path: Path, lm: TargetModel) -> LlamaConfig:
     try:
         fields = json.loads(file.read_text())
         config = LlamaConfig(**fields)
-    except (ValueError, TypeError, StrictDataclassError) as error:  # no JSON, or no such Llama
-        raise _unreadable(file, str(error)) from error
+    except (ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        raise _unreadable(file, " ".join(str(error).split())) from error  # no JSON, or no Llama
     if "speculators_model_type" in fields:
         raise AdapterMismatch(
             f"'{path.parent}' is in the layout of the library speculators, which is written here "
             "and not read. Pass source= the head as its authors published it."
         )
-    for name in COMPARED:
-        value, expected = getattr(config, name), getattr(lm.config, name)
-        if not math.isclose(value, expected, rel_tol=1e-6):  # an epsilon may be a rounded float32
+    for name in compared:
+        if not _is_equal(name, config, lm):
             raise AdapterMismatch(
-                f"the {CONFIG} beside '{path}' says {name}={value}; {lm.name} has {expected}. "
-                f"Pass model= the target that it was trained for, not {lm.name}."
+                f"the {CONFIG} beside '{path}' says {name}={getattr(config, name)}; {lm.name} has "
+                f"{getattr(lm.config, name)}. Pass model= the target that it was trained for, not "
+                f"{lm.name}."
             )
     return config
 
@@ -280,11 +300,18 @@ def _read_state(path: Path) -> State:
         if path.suffix == ".safetensors":
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own words advise to run what the file says
+        raise _unreadable(path, "it is damaged, or holds more than tensors") from error
     except Exception as error:  # torch raises anything on a truncated pickle
-        raise _unreadable(path, f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        reason = str(error).partition("\n")[0] or "it ends too early"
+        raise _unreadable(path, f"{type(error).__name__}: {reason}") from error
     is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not (is_state and state) or not all(isinstance(x, Tensor) for x in state.values()):
         raise _unreadable(path, "it holds something other than a state dict of tensors")
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and tensor.dtype not in FLOATS:
+            raise _unreadable(path, f"{name} is of {tensor.dtype}, no format of weights here")
     return state
 
 

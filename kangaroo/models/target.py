@@ -151,9 +151,10 @@ class TargetModel(nn.Module):
         """The tokens that end a text."""
         return supported.eos_ids(self.config, self.hf.generation_config.eos_token_id)
 
-    def new_norm(self) -> nn.Module:
-        """A norm of the target's own class."""
-        return type(self.hf.model.norm)(self.config.hidden_size, self.config.rms_norm_eps)
+    def new_norm(self, eps: float | None = None) -> nn.Module:
+        """A norm of the target's own class, by default with its epsilon."""
+        eps = self.config.rms_norm_eps if eps is None else eps
+        return type(self.hf.model.norm)(self.config.hidden_size, eps)
 
     def new_cache(
         self, batch_size: int, n_slots: int, devices: list[torch.device] | None = None

@@ -44,8 +44,7 @@ class Logprobs:
         assert step.topk is not None
         for token, record in zip(step.tokens, step.topk, strict=False):
             pairs = zip(record["tokens"].tolist(), record["chances"].tolist(), strict=True)
-            # the logarithm of 0 is no number of JSON
-            logprobs = {other: math.log(x) if x > 0 else UNLIKELY for other, x in pairs}
+            logprobs = {other: math.log(x) for other, x in pairs if x > 0}  # 0 is forbidden
             entry = self._entry(token, logprobs.get(token, UNLIKELY))
             entries = [self._entry(other, logprob) for other, logprob in logprobs.items()]
             self.tokens.append(entry | {"top_logprobs": entries[: self.top]})

@@ -107,7 +107,7 @@ def test_llma_copies_what_its_pseudo_code_does(trigger, longest, count, alphabet
 def test_llma_takes_references_of_its_vocabulary_and_names_them_in_results(tmp_path):
     lm = tiny()
     config = LlmaConfig(references=str(tmp_path / "references"))
-    with pytest.raises(DataError, match=r"no datastore at '.*references'"):
+    with pytest.raises(DataError, match=r"no datastore at '.*references'.*texts=\[FILE,"):
         config.build(lm)
     store = index([[1, 2, 3, 4]], lm.config.vocab_size)
     save(store, lm, tmp_path / "references", {})

@@ -64,7 +64,7 @@ def random_state(lm: TargetModel, dtype: torch.dtype = torch.float32) -> dict[st
 def config_of(lm: TargetModel, **changes: object) -> dict[str, object]:
     """As data/vicuna_7B_config.json of the authors' repository."""
     fields: dict[str, object] = {"model_type": "llama", "num_hidden_layers": 1, "pad_token_id": 0}
-    for name in ("hidden_size", "vocab_size", *published.COMPARED):
+    for name in ("hidden_size", published.EPSILON, *published.COMPARED):
         fields[name] = getattr(lm.config, name)
     return fields | {"torch_dtype": "float16"} | changes
 
@@ -163,7 +163,7 @@ def test_truncated_weights_are_reported_as_such(lm, tmp_path, kind, length):
 @pytest.mark.parametrize("held", [[1, 2], {"a": {"b": torch.ones(1)}}, {"a": print}], ids=str)
 def test_a_file_of_something_else_is_refused(lm, tmp_path, held):
     """A function would be code to run: it is not even loaded."""
-    reason = "Weights only" if "print" in str(held) else "something other than a state dict"
+    reason = "more than tensors" if "print" in str(held) else "something other than a state dict"
     with pytest.raises(CorruptFile, match=f"{published.WEIGHTS}.* {reason}"):
         read(checkpoint(tmp_path, held, config_of(lm)), lm, EXIT)
 

@@ -5,6 +5,7 @@ H heads, K draft vocabulary, V vocabulary.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,6 +222,22 @@ def test_an_imported_head_drafts_what_its_formulas_give(tmp_path, kind, fields, 
         torch.testing.assert_close(got_V, logits_V, **TOLERANCE)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_an_imported_head_keeps_its_own_epsilon(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sys.modules[__name__], "EPS", 0.3)  # of the checkpoint and its formulas
+    lm, (make, *_, config) = tiny().compile_for_decoding(), KINDS[kind]
+    state, (text,) = make(), random_prompts(12, seed=3)
+    path = imported(lm, checkpoint(tmp_path / "theirs", state), tmp_path / "ours")
+    drafter = config(adapter=path, steps=4, threshold=0, top_k=1).build(lm)
+    drafted, logits_V = plain_draft(lm, state, kind, text, 3)
+    state_1D = last_state(lm, drafter.adapter, [*text, *drafted[:-1]], len(text) - 1)[None]
+    torch.testing.assert_close(
+        drafter.head.spread(drafter.head(state_1D))[0], logits_V, **TOLERANCE
+    )
+    assert drafter.adapter.fast_layers is None  # native code has one epsilon
+
+
 def test_imported_medusa_heads_say_what_their_formula_gives(tmp_path):
     lm, state = tiny(), medusa_state()
     for file in ("medusa_lm_head.pt", "medusa_lm_head.safetensors"):
@@ -288,6 +305,8 @@ REFUSED = {
     "t2d": (eagle3_state() | SHORT, {}, "t2d is of 50 tokens, and the target has 64"),
     "twice": (without("t2d", eagle3_state) | TWICE, {}, "d2t names a token twice"),
     "beyond": (eagle3_state() | {"d2t": torch.full((FEW,), 30)}, {}, "different tokens.*token 69,"),
+    "no tokens": (eagle3_state() | {"d2t": torch.ones(0)}, {}, r"d2t is \[0\], not a list of"),
+    "a column": (eagle3_state() | {"d2t": torch.ones(FEW, 1)}, {}, r"d2t is \[40, 1\], not a"),
     "rows": (eagle3_state() | {"lm_head.weight": WIDE}, {}, "lm_head has 32 rows, and d2t 40"),
     "blocks": (medusa_state() | {"0.2.weight": WIDE}, {}, r"0\.2\.weight has no place"),
     "tokens": (medusa_state() | {"2.1.weight": WIDE}, {}, r"2\.1\.weight is \[32, 128\], not"),
@@ -311,6 +330,11 @@ def test_many_faults_are_counted_and_what_is_no_number_is_refused(tmp_path):
     infinite = eagle_state() | {"fc.bias": torch.full((SIZE,), torch.inf)}
     with pytest.raises(CorruptFile, match=r"join\.bias holds numbers that are not finite"):
         published.read(checkpoint(tmp_path, infinite), lm)
+    eight_bits = eagle_state() | {"fc.bias": torch.ones(SIZE).to(torch.float8_e4m3fn)}
+    with pytest.raises(CorruptFile, match=r"fc\.bias is of torch\.float8_e4m3fn, no format"):
+        published.read(checkpoint(tmp_path, eight_bits), lm)
+    with pytest.raises(CorruptFile, match=r"config\.json' cannot be read \(.*zero"):
+        published.read(checkpoint(tmp_path, eagle_state(), num_attention_heads=0), lm)
     with pytest.raises(CorruptFile, match="something other than a state dict"):
         published.read(checkpoint(tmp_path, {}), lm)
     with pytest.raises(ConfigError, match="exit_layer=2 is for adapters of Kangaroo"):
