@@ -106,9 +106,9 @@ def save(store: Datastore, lm: TargetModel, folder: Path, facts: dict[str, Any])
 
 
 def load(path: str, lm: TargetModel, *how: str) -> Datastore:
-    """A datastore of `lm`'s vocabulary, whose arrays stay on the disk until they are read. `how` are
-    words of the command that builds one. Errors: `DataError` if there is none, or one of another
-    vocabulary; `CorruptFile`."""
+    """A datastore of `lm`'s vocabulary, whose arrays stay on the disk until they are read; `how`
+    has words of the command that builds one. Errors: `DataError` if there is none, or one of
+    another vocabulary; `CorruptFile`."""
     about = read_about(path, *how)
     folder = resolve_path(path)
     expected = identity(lm)
