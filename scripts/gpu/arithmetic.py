@@ -1,11 +1,9 @@
 """The time that the kernels of `kangaroo/cuda` should take: `python scripts/gpu/arithmetic.py`.
 
-One column was measured, as it says; the others are arithmetic. A product takes the longest of: its
-weights from memory, its operands from the second-level cache, its instructions. The kernels of
-2026-11-26 had 16 tokens an instruction, and a program waited for its loads in each step, so there
-the times add up. Two numbers are fitted: the time between two kernels, so that a token's
-verification at 7B takes what it took, and that of reading a piece of attention, by a token's growth
-from 256 to 8,144 positions at 8B. Not counted: the host, and what runs beside layers and head.
+All of it is arithmetic, with the tiles that are launched. A product takes the longest of: its
+weights from memory, its operands from the second-level cache, its instructions. One number is
+fitted: the time between two kernels, so that the same arithmetic for the kernels of 2026-11-26 gave
+what a token's verification at 7B took. Not counted: the host, and what runs beside layers and head.
 
 Shapes: K inputs and O outputs of a product.
 """
@@ -23,7 +21,6 @@ from kangaroo.cuda.launching import PARTS, Attention, Card, cdiv, folds_parts, t
 from kangaroo.engine.backend import Sizes
 
 BETWEEN = 1.2e-6  # seconds from one kernel to the next, fitted
-PIECE = 0.1e-6  # seconds for a piece of attention when they were read one after another, fitted
 CACHE = 5.5e12  # bytes/s from the second-level cache, as others measured on an H100
 CLOCK = 1.755e9
 MULTIPLIES = 4096 * CLOCK  # 16-bit operations/s of a processor
@@ -71,20 +68,8 @@ class Cost:
         return Cost(*(count * value for value in astuple(self)))
 
 
-def old_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float) -> Cost:
-    """The cost on 2026-11-26: weights are read again for each 64 tokens; 64 weights by 16 tokens
-    take 20 clocks, since the weights come from shared memory each time."""
-    programs = cdiv(tokens, 64)
-    columns = programs * next(x for x in (1, 2, 4) if min(tokens, 64) <= 16 * x)
-    clocks = inputs / 16 * outputs / 64 * columns * 20
-    weight_bytes = 2 * inputs * outputs * programs
-    seconds = weight_bytes / reads + clocks / CARD.processors / CLOCK + BETWEEN
-    sums = 2 * 4 * parts * tokens * outputs if parts > 1 else 0
-    return Cost(seconds + sums / CACHE, weight_bytes, 2 * tokens * inputs * outputs, 1)
-
-
-def new_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float) -> Cost:
-    """The cost with today's kernels and the tiles that they launch."""
+def product(tokens: int, inputs: int, outputs: int, parts: int, reads: float) -> Cost:
+    """The cost of a product, with the tile that is launched."""
     weight = torch.empty(1, inputs, dtype=torch.bfloat16, device="meta")
     folds = parts > 1 and folds_parts(weight, outputs, tokens)
     shape = tile(weight, outputs, tokens, parts, folds=folds)
@@ -99,25 +84,22 @@ def new_product(tokens: int, inputs: int, outputs: int, parts: int, reads: float
     return Cost(seconds + sums / CACHE, weight_bytes, 2 * tokens * inputs * outputs, 1)
 
 
-def attention(model: Model, work: Work, reads: float, new: bool) -> Cost:
+def attention(model: Model, work: Work, reads: float) -> Cost:
     """The cost in a layer; the last positions of the context are the tokens' own."""
     total = work.rows * work.tokens
     seen = work.context - (work.tokens - 1) / 2
     keys = 4 * work.rows * work.context * model.kv_heads * model.head_size
     operations = 4 * total * seen * model.heads * model.head_size
     q_NO = torch.empty(total, model.hidden, dtype=torch.bfloat16, device="meta")
-    pieces = cdiv(work.context, 64)
-    if new:
-        pieces = Attention.of(q_NO, model, work.rows, work.context, 0).pieces
+    pieces = Attention.of(q_NO, model, work.rows, work.context, 0).pieces
     sums = 2 * 4 * total * model.heads * (model.head_size + 2) * pieces
     queries = work.tokens * model.heads // model.kv_heads
-    tiles = cdiv(queries, 16 if not new else 64 if queries <= 64 else 128)
+    tiles = cdiv(queries, 64 if queries <= 64 else 128)
     from_cache = tiles * 4 * work.rows * seen * model.kv_heads * model.head_size
     multiplies = operations / (CARD.processors * MULTIPLIES * ATTENDS)
     launches = 1 + (pieces > 0)
-    combining = 0.0 if new else pieces * PIECE
     longest = max(keys / reads, (from_cache + sums) / CACHE, multiplies)
-    return Cost(longest + combining + launches * BETWEEN, keys, operations, launches)
+    return Cost(longest + launches * BETWEEN, keys, operations, launches)
 
 
 @dataclass(frozen=True)
@@ -133,21 +115,20 @@ class Work:
     is_prompt: bool = False
 
 
-def cost_of(work: Work, name: str, gpu: str, new: bool) -> Cost:
-    """The cost of this work for a model on a GPU, today or then."""
+def cost_of(work: Work, name: str, gpu: str) -> Cost:
+    """The cost of this work for a model on a GPU."""
     if work.is_prompt:
         passes = cdiv(work.tokens, 1024)
-        chunk = min(work.tokens, cdiv(work.tokens, 128 * passes) * 128) if new else 128
-        cost = cost_of(Work(1, work.tokens, layers=1), name, gpu, new)
+        chunk = min(work.tokens, cdiv(work.tokens, 128 * passes) * 128)
+        cost = cost_of(Work(1, work.tokens, layers=1), name, gpu)
         for start in range(0, work.tokens, chunk):
             width = min(chunk, work.tokens - start)
-            cost += cost_of(Work(width, start + width, head=False), name, gpu, new)
+            cost += cost_of(Work(width, start + width, head=False), name, gpu)
         return cost
     model = MODELS[name]
-    product = new_product if new else old_product
     total = work.rows * work.tokens
     norm = Cost(BETWEEN + 4 * total * model.hidden * 2 / CACHE, 0, 0, 1)
-    layer = norm.times(2) + attention(model, work, READS[gpu], new)
+    layer = norm.times(2) + attention(model, work, READS[gpu])
     for inputs, outputs, parts in model.matrices():
         layer += product(total, inputs, outputs, parts, READS[gpu])
     cost = layer.times(work.layers)
@@ -156,23 +137,7 @@ def cost_of(work: Work, name: str, gpu: str, new: bool) -> Cost:
     return cost
 
 
-# Done on an H100 on 2026-11-26 (docs/results/gpu.md), in ms. Verification begins at layer 2. To a
-# first token came 16 ms that are not the kernels': the line through three lengths begins there.
-FIRST = 16
-MEASURED = {
-    ("7B", "a token at context 256"): 5.80,
-    ("7B", "verifying 1 token"): 4.86,
-    ("7B", "verifying 8 tokens"): 4.95,
-    ("7B", "verifying 64 tokens"): 7.79,
-    ("7B", "prompt of 1,024"): 142 - FIRST,
-    ("7B", "64 rows, a token of each"): 64e3 / 5629.9,
-    ("8B", "a token at context 256"): 6.24,
-    ("8B", "verifying 1 token"): 5.47,
-    ("8B", "verifying 8 tokens"): 5.57,
-    ("8B", "verifying 64 tokens"): 7.25,
-    ("8B", "prompt of 8,144"): 1681 - FIRST,
-    ("8B", "a token at context 8,144"): 7.00,
-}
+# Verification begins at layer 2.
 WORK = {
     "a token at context 256": Work(1, 257),
     "draft token: 2 layers and head": Work(1, 257, layers=2),
@@ -190,18 +155,14 @@ WORK = {
 
 def page() -> str:
     """The table in Markdown, in ms."""
-    head = "", "GB", "TFLOP", "launches", "H100 then, measured", "H100 then", "H100", "H200"
+    head = "", "GB", "TFLOP", "launches", *READS
     lines = [f"| {' | '.join(head)} |", "| --- |" + " ---: |" * (len(head) - 1)]
     for name in MODELS:
         for what, work in WORK.items():
-            cost = cost_of(work, name, "H100", new=True)
-            of_work = f"{cost.bytes / 1e9:.1f} | {cost.operations / 1e12:.2f} | {cost.launches}"
-            measured = MEASURED.get((name, what))
-            then = "" if measured is None else f"{measured:.2f}"
-            cases = [cost_of(work, name, "H100", new=False), cost]
-            cases.append(cost_of(work, name, "H200", new=True))
-            in_ms = " | ".join(f"{1e3 * case.seconds:.2f}" for case in cases)
-            lines.append(f"| {name}, {what} | {of_work} | {then} | {in_ms} |")
+            costs = [cost_of(work, name, gpu) for gpu in READS]
+            cells = f"{costs[0].bytes / 1e9:.1f}", f"{costs[0].operations / 1e12:.2f}"
+            cells += f"{costs[0].launches}", *(f"{1e3 * cost.seconds:.2f}" for cost in costs)
+            lines.append(f"| {name}, {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
