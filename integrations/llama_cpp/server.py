@@ -76,16 +76,16 @@ def is_loaded(process: subprocess.Popen[str], port: str) -> bool:
     return False
 
 
-def ask(address: str, prompt: list[int], new_tokens: int, is_cached: bool = False) -> Generation:
-    """Decode greedily past any EOS; with `is_cached` an equal beginning is read once. Lines are
-    parsed after the last, to delay none. Errors: `ProcessLost` if the server ended or refuses."""
+def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
+    """Decode greedily past any EOS. Lines are parsed after the last, to delay none. Errors:
+    `ProcessLost` if the server ended or refuses."""
     request = {
         "prompt": prompt,
         "n_predict": new_tokens,
         "temperature": 0,
         "samplers": ["temperature"],  # others would only take time
         "ignore_eos": True,
-        "cache_prompt": is_cached,
+        "cache_prompt": False,
         "return_tokens": True,
         "stream": True,
     }
