@@ -11,7 +11,6 @@ TINY = "--model tiny --adapter untrained:2"
 
 OUTPUT = "--model tiny --output {here}"
 TUNING = f"{OUTPUT}/tuned --files examples --steps 3 --width 64"
-EVALUATION = f"{TINY} --questions 2 --max-new-tokens 8 --output {{here}}"
 
 # What is appended to each, and what it then prints.
 RUNS = {
@@ -23,7 +22,6 @@ RUNS = {
     "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
     "fine_tune.py": (TUNING, r"files, \d+ tokens.*tuned is fine-tuned"),
     "long_prompts.py": (f"{OUTPUT}/x.jsonl --lengths 100 200", "4 questions of 100, 200 tokens"),
-    "evaluate_two_methods.py": (EVALUATION, "methods compared(?=.*kangaroo)(?=.*prompt_lookup)"),
 }
 FAST = {"assistant_mask.py"}
 EXAMPLES = [path.name for path in (ROOT / "examples").glob("*.py")]
