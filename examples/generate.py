@@ -1,4 +1,4 @@
-"""Ask one question, then several at once: python examples/generate.py"""
+"""Ask one question, several at once, and talk in two turns: python examples/generate.py"""
 
 import argparse
 
@@ -24,3 +24,16 @@ answers = model.generate(
 )
 for question, answer in zip(questions, answers, strict=True):
     print(f"\n> {question}\n{answer}")
+
+# A conversation is a list of messages. The model has no memory: each turn gets all of it.
+messages = []
+for question in ("What is the capital of France?", "And what is it known for?"):
+    print(f"\n> {question}")
+    messages.append({"role": "user", "content": question})
+    answer = ""
+    # its text in pieces, while it is written
+    for piece in model.stream(messages, max_new_tokens=options.max_new_tokens):
+        print(piece, end="", flush=True)
+        answer += piece
+    print()
+    messages.append({"role": "assistant", "content": answer})
