@@ -1,7 +1,6 @@
-"""Folders to serve from: a tiny target, adapters as the exporter writes them, a draft model."""
+"""Folders to serve from: a tiny target, adapters as the exporter writes them, weights in int8."""
 
 import json
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter, AdapterHeadConfig
+from kangaroo.heads.export import write_for_vllm
 from kangaroo.models.loading import random_model
 from kangaroo.models.target import TargetModel
 
@@ -68,32 +69,14 @@ def save_model(hf: PreTrainedModel, folder: Path) -> Path:
 
 
 def save_adapter(
-    lm: TargetModel,
-    adapter: Adapter,
-    folder: Path,
-    vocabulary_K: Tensor | None = None,
-    **changes: Any,
+    lm: TargetModel, adapter: Adapter, folder: Path, frequent_K: Tensor | None = None
 ) -> Path:
-    """What `scripts/convert.py export to=vllm` writes.
-
-    Args:
-        changes: to the section `kangaroo` of its config.
-    """
-    parts = adapter.architecture
-    config = deepcopy(lm.config.to_dict())
-    config |= {"architectures": ["KangarooDraft"], "num_hidden_layers": 1}
-    config["kangaroo"] = {
-        "format": 1,
-        "exit_layer": adapter.exit_layer,
-        "target_layers": lm.n_layers,
-        "architecture": parts.as_json(),
-        "draft_vocabulary": None if vocabulary_K is None else len(vocabulary_K),
-        "threshold": 0.6,
-    } | changes
-    state = dict(adapter.state_dict())
-    if vocabulary_K is not None:
-        state["vocabulary"] = vocabulary_K
-    return save(config, state, folder)
+    """What `scripts/convert.py export to=vllm` writes."""
+    vocabulary = None if frequent_K is None else len(frequent_K)
+    about = adapter_files.describe(lm, adapter, {}, vocabulary=vocabulary)
+    trained = adapter_files.save(adapter, about, frequent_K, folder.with_suffix(".trained"))
+    write_for_vllm(str(trained), lm, folder, threshold=0.6)
+    return folder
 
 
 def save_int8(lm: TargetModel, folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import pytest
 from conftest import counted, written
-from folders import save_adapter
 from transformers import AutoTokenizer
 
 from kangaroo.drafters.kangaroo import Kangaroo, KangarooConfig
@@ -10,6 +9,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation.bench import BenchConfig, load_questions
 from kangaroo.heads import adapter_files
 from kangaroo.heads.adapter import Adapter
+from kangaroo.heads.export import write_for_vllm
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.loading import Dtype, ModelConfig, load
 from kangaroo.models.target import TargetModel
@@ -40,9 +40,9 @@ def questions():
 def test_the_shipped_adapter_is_accepted_as_in_our_engine(
     smollm2, questions, serve, folders, tmp_path
 ):
-    made, vocabulary_K = adapter_files.load_as_saved(ADAPTER, smollm2)
     folders["smollm2"] = embedded_checkpoint()
-    folders["shipped"] = save_adapter(smollm2, made, tmp_path / "shipped", vocabulary_K)
+    folders["shipped"] = tmp_path / "shipped"
+    write_for_vllm(ADAPTER, smollm2, folders["shipped"], THRESHOLD)
 
     adapter, (head,) = adapter_files.load(ADAPTER, smollm2, Adapter)
     options = KangarooConfig(steps=STEPS, threshold=THRESHOLD)
