@@ -136,6 +136,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
     from vllm import LLM
 
     from kangaroo.evaluation.bench import BenchConfig, load_questions
+    from kangaroo.models.prompts import Message, prompt_ids
 
     llm = LLM(
         target,
@@ -149,11 +150,7 @@ def serve(pipe: Connection, target: str, args: argparse.Namespace, options: dict
     )
     tokenizer = llm.get_tokenizer()
     prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question.turns[0]}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])
         for question in load_questions(BenchConfig())[: args.questions]
     ]
     answers(llm, prompts[:2], 8, 1)  # warm-up

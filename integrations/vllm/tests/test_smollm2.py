@@ -12,6 +12,7 @@ from kangaroo.heads.adapter import Adapter
 from kangaroo.heads.export import write_for_vllm
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.loading import Dtype, ModelConfig, load
+from kangaroo.models.prompts import Message, prompt_ids
 from kangaroo.models.target import TargetModel
 
 ADAPTER = "adapters/smollm2-135m"
@@ -28,11 +29,7 @@ def smollm2():
 def questions():
     tokenizer = AutoTokenizer.from_pretrained(embedded_checkpoint())
     return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question.turns[0]}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        prompt_ids(tokenizer, [Message(role="user", content=question.turns[0])])
         for question in load_questions(BenchConfig())[:4]
     ]
 
