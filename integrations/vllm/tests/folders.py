@@ -19,25 +19,15 @@ VOCABULARY = 128
 EXIT = 2
 
 
-def tiny(tied: bool = False, layers: int = 4) -> TargetModel:
+def tiny(**overrides: Any) -> TargetModel:
     """A random Llama that writes 48 tokens without EOS, whose shallow layers are often right.
 
     Its sizes can be split over two processes, and the attention kernel takes its heads.
     """
-    hf = random_model(
-        deep_scale=0.15,
-        vocab_size=VOCABULARY,
-        num_hidden_layers=layers,
-        hidden_size=128,
-        intermediate_size=192,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.18,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    fields = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32}
+    fields |= {"intermediate_size": 192, "max_position_embeddings": 512, "initializer_range": 0.18}
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    hf = random_model(deep_scale=0.15, **(fields | overrides))
     generator = torch.Generator().manual_seed(1)
     for parameter in hf.parameters():
         if parameter.ndim == 1:  # norms start at one, which would hide mistakes

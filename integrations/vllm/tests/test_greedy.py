@@ -170,7 +170,7 @@ def test_compiled_code_writes_the_same(serve, alone):
 
 
 def test_a_head_that_is_the_embedding_serves_both(serve, folders, tmp_path):
-    tied = tiny(tied=True)
+    tied = tiny(tie_word_embeddings=True)
     folders["tied"] = save_model(tied.hf, tmp_path / "tied")
     every_K = torch.arange(0, 128, 2)
     folders["of_tied"] = save_adapter(tied, adapter_for(tied), tmp_path / "of_tied", every_K)

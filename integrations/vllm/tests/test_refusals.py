@@ -9,12 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from folders import save_model
+from folders import save_model, tiny
 from kangaroo_vllm import checks, touched
 from kangaroo_vllm.checks import Unsupported
 from vllm.config import CUDAGraphMode
-
-from kangaroo.models.loading import random_model
 
 
 @pytest.fixture
@@ -62,15 +60,7 @@ def test_another_format_is_named(refused):
 
 def test_another_target_is_named(serve, folders, tmp_path, refused):
     assert "4 layers, not 7" in refused.changed(target_layers=7)
-    other = random_model(
-        vocab_size=128,
-        hidden_size=64,
-        head_dim=32,
-        num_attention_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    other = tiny(hidden_size=64, num_attention_heads=2).hf
     folders["other"] = save_model(other, tmp_path / "other")
     said = refused("attention", target="other")
     assert "hidden_size 64, not 128" in said and "num_attention_heads 2, not 4" in said

@@ -39,7 +39,7 @@ def head_that_knows(lm: TargetModel, prompts: list[list[int]], texts: list[list[
 
 
 def test_vllm_accepts_what_our_engine_accepts(serve, folders, tmp_path):
-    lm = tiny(layers=8)  # of fewer, vLLM's three states would be two
+    lm = tiny(num_hidden_layers=8)  # of fewer, vLLM's three states would be two
     folders["of eight layers"] = save_model(lm.hf, tmp_path / "target")
     with serve(target="of eight layers") as llm:
         expected = written(llm, prompts())
