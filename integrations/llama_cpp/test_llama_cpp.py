@@ -12,21 +12,14 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tests"
 import gguf_file as files
 from bench import against_vanilla
 from gguf_file import gguf_file
-from helpers import random_prompts, tiny, vanilla_texts
+from helpers import LLAMA3_ROPE, random_prompts, tiny, vanilla_texts
 from server import ask, server
 
 from kangaroo.engine.requests import Generation, StepRecord
 from kangaroo.utils.errors import MissingPackage, ProcessLost, UnsupportedModel
 
 NEW = 40
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = LLAMA3_ROPE | {"rope_theta": 10000.0}  # by its base a text has nearly equal candidates
 needs_llama = pytest.mark.skipif(
     files.find_spec("xllamacpp") is None, reason="needs the extra benchmark (xllamacpp)"
 )
