@@ -113,11 +113,9 @@ def draft_lm(case: Case) -> TargetModel:
     return draft.compile_for_decoding() if backend.is_compiled else draft
 
 
-def medusa(
-    lm: TargetModel, choices: Sequence[tuple[int, ...]], own_head: bool = True, heads: int = 3
-) -> Medusa:
+def medusa(lm: TargetModel, choices: Sequence[tuple[int, ...]], own_head: bool = True) -> Medusa:
     """Untrained: each head guesses what the target's own head says."""
-    parts = medusa_heads.MedusaHeadsConfig(heads=heads, own_head=own_head)
+    parts = medusa_heads.MedusaHeadsConfig(heads=3, own_head=own_head)
     trained = MedusaHeads(lm, parts, EVEN_K).start_from(lm, EVEN_K)
     trained = trained.to(lm.device, lm.dtype).requires_grad_(False)
     return Medusa(lm, trained, trained.draft_heads(lm, EVEN_K.to(lm.device)), choices)

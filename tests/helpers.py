@@ -101,14 +101,14 @@ def tiny(architecture: str = "llama", **overrides: object) -> TargetModel:
     return TargetModel(tiny_model(architecture, **overrides))
 
 
-def packed_tiny(dtype: torch.dtype = torch.bfloat16) -> TargetModel:
+def packed_tiny() -> TargetModel:
     """A tiny model whose matrices are blocks of a GGUF file, in three formats by turns."""
-    hf = tiny_model("llama", dtype=dtype)
+    hf = tiny_model("llama", dtype=torch.bfloat16)
     kinds = itertools.cycle((Kind.Q4_1, Kind.Q8_0, Kind.Q5_0))
 
     def blocks_of(weight: torch.Tensor) -> tuple[torch.Tensor, Kind, torch.dtype]:
         kind = next(kinds)
-        return torch.from_numpy(gguf.quantize(weight.float().numpy(), kind)), kind, dtype
+        return torch.from_numpy(gguf.quantize(weight.float().numpy(), kind)), kind, weight.dtype
 
     for name, part in list(hf.named_modules()):
         if isinstance(part, torch.nn.Linear):
@@ -354,9 +354,9 @@ def oracle(texts: Texts, steps: int = 4) -> Scripted:
     return Scripted(texts, lambda position: True, steps)
 
 
-def adversary(texts: Texts, steps: int = 4) -> Scripted:
+def adversary(texts: Texts) -> Scripted:
     """Always wrong, and it leaves rubbish in the scratch slots."""
-    return Scripted(texts, lambda position: False, steps, scribbles=True)
+    return Scripted(texts, lambda position: False, scribbles=True)
 
 
 class RandomTree(Knowing):

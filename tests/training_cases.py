@@ -18,8 +18,8 @@ def sample(ids, prompt_length):
     return {"messages": [{"role": "user", "content": "Why?"}], "input_ids": ids, "loss_mask": mask}
 
 
-def samples(count, length=20):
-    return [sample(ids, 5) for ids in random_prompts(*range(length, length + count))]
+def samples(count):
+    return [sample(ids, 5) for ids in random_prompts(*range(20, 20 + count))]
 
 
 def stored_samples(lm, count=VOCABULARY, samples=12):

@@ -104,13 +104,13 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path):
         _ = AdapterRecipe("medusa", MedusaHeadsConfig(), draft_steps=3).steps
 
 
-def gradients(lm, regression, weight=0.5):
+def gradients(lm, regression):
     trained = trainees(lm, [AdapterRecipe("eagle", EagleHeadConfig(regression))], None)
     head = trained[0].adapter
     head.load_state_dict(eagle_for(lm).state_dict())
     tokens = collate([sample(ids, 4) for ids in random_prompts(14, 11)], 100, lm.device)
     outputs = forward_target(lm, tokens, trained)
-    train_step(lm, outputs, trained, 7, weight=weight)
+    train_step(lm, outputs, trained, 7, weight=0.5)
     return head, outputs, {name: p.grad for name, p in head.named_parameters()}
 
 
