@@ -407,15 +407,26 @@ def curves(summary: dict[str, Any]) -> Figure:
     return figure
 
 
+def positive(word: str) -> int:
+    """A whole number above 0, for argparse."""
+    if (number := int(word)) < 1:
+        raise ValueError
+    return number
+
+
 def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
     """The options, and the methods: the servers' options or addresses by name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("methods", nargs="*", help="DRAFTER, NAME='options of serve.py', NAME=URL")
     parser.add_argument("--serve", default="", help="options of serve.py for all of ours")
-    parser.add_argument("--users", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--requests", type=int, default=32, help="of a cell, the same in all")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="an EOS does not end them")
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions of all measurements")
+    parser.add_argument("--users", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--requests", type=positive, default=32, help="of a cell, the same in all")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=64, help="an EOS does not end them"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="repetitions of all measurements"
+    )
     parser.add_argument("--bench", help="a file of questions (without it the demo bench)")
     parser.add_argument("--temperature", type=float, default=0, help="every request has seed 0")
     parser.add_argument("--no-stream", dest="stream", action="store_false", help="whole answers")
@@ -429,7 +440,11 @@ def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
         )
     methods = {}
     for word in options.methods or [BASELINE, "kangaroo", "draft_model", "hybrid"]:
-        name, _, server = word.partition("=")
+        name, sign, server = word.partition("=")
+        if not name or (sign and not server):
+            parser.error(f"{word!r}: pass a DRAFTER, NAME='options of serve.py', or NAME=URL.")
+        if name in methods:
+            parser.error(f"two methods are called {name}: pass another NAME= for one of them.")
         started = f"{server or f'drafter={name}'} {options.serve}".strip()
         methods[name] = server if server.startswith("http") else started
     return options, methods

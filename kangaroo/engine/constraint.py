@@ -123,5 +123,6 @@ class Restrictions:
             raise ConfigError(f"the JSON schema is a {type(schema).__name__}; pass an object.")
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_json_schema(dict(schema)))
         if matcher.is_error():
-            raise ConfigError(f"the JSON schema: {matcher.get_error().splitlines()[0]}")
+            said = " ".join(matcher.get_error().split())
+            raise ConfigError(f"the JSON schema: {said[:300]}")
         return matcher

@@ -30,6 +30,7 @@ FORM = (
     f'A question looks like {{"turns": ["Why?"]}} or {FORMS}; of other tables bench.question= and '
     "bench.category= name the columns to read."
 )
+COLUMN_NAMES = "Pass bench.question= and bench.category= the names of its columns."
 # Columns of the report; no task may have one of these names.
 COLUMNS = "method", "overall"
 # MT-bench's eight categories, which are one task of Spec-Bench.
@@ -147,7 +148,8 @@ def load_questions(config: BenchConfig) -> list[Question]:
         option = "bench.path" if config.hub is None else "bench.hub"
         for number, record in enumerate(records(source, option), start=1):
             count += 1
-            with explained(DataError, f"{source.source}, record {number}", FORM, (ValueError,)):
+            fix = FORM if config.question is None else COLUMN_NAMES
+            with explained(DataError, f"{source.source}, record {number}", fix, (ValueError,)):
                 question = _question(_fields(record, config), category, default_id=count)
                 if question.question_id in questions:
                     raise ValueError(f"question_id {question.question_id} again")

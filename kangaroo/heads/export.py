@@ -170,7 +170,7 @@ def write_speculators(path: str, lm: TargetModel, folder: Path) -> None:
         kind = head.architecture.kind()
         raise ConfigError(
             f"adapter '{path}' is a trained {kind}, and speculators has no such format. Export one "
-            "of adapter=eagle3, or this one with to=draft_model or to=vllm."
+            "of adapter=eagle3; adapters of adapter=attention are for to=draft_model and to=vllm."
         )
     ours = head.state_dict()
     weights = {

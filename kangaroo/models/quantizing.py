@@ -36,8 +36,8 @@ def check_package(quantization: Quantization) -> None:
     """Raise `MissingPackage` if the package for this format is not installed."""
     if find_spec(quantization.package) is None:
         raise MissingPackage(
-            f"model.quantization={quantization.value} needs the package {quantization.package}: "
-            f"{install('quantized')}. Or pass model.path= a checkpoint that is quantized already."
+            f"quantization={quantization.value} needs the package {quantization.package}: "
+            f"{install('quantized')}. Or pass a checkpoint that is quantized already."
         )
 
 
@@ -50,13 +50,13 @@ def quantize(
         method = quantization_fields(model.config).get("quant_method", "format not named")
         raise ConfigError(
             f"'{model.config.name_or_path}' is quantized already ({method}); leave "
-            f"model.quantization={quantization.value} out."
+            f"quantization={quantization.value} out."
         )
     if has_experts(model):
         raise UnsupportedModel(
-            f"model.quantization={quantization.value} is for linear layers, and most weights of a "
-            f"{model.config.model_type} model are experts'. Pass model.path= a checkpoint that is "
-            "quantized already (FP8, AWQ)."
+            f"quantization={quantization.value} is for linear layers, and most weights of a "
+            f"{model.config.model_type} model are experts'. Pass a checkpoint that is quantized "
+            "already (FP8, AWQ)."
         )
     for layer in model.model.layers:
         layer = layer if device is None else layer.to(device)

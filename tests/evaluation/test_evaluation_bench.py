@@ -128,7 +128,7 @@ def test_named_benches_read_their_columns_from_the_hub_and_from_files(name, tmp_
 def test_a_column_that_is_not_there_is_named_with_its_file(name, row, reason, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps(row))
-    ways_out = r"A question looks like .* bench\.question= and bench\.category= name the columns"
+    ways_out = r"Pass bench\.question= and bench\.category= the names of its columns"
     with pytest.raises(DataError, match=rf"mine\.jsonl, record 1: .*{reason}.*\. {ways_out}"):
         load_questions(named(name, path=str(file)))
 

@@ -66,6 +66,22 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
     load_test.curves(summary).savefig(tmp_path / "load.png")
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--users", "0"], "--users: invalid positive value: '0'"),
+        (["--rounds", "-1"], "--rounds: invalid positive value: '-1'"),
+        (["--users", "64"], "--requests 32 are fewer than the 64 of --users"),
+        (["a="], "'a=': pass a DRAFTER"),
+        (["vanilla", "vanilla"], "two methods are called vanilla"),
+    ],
+)
+def test_options_that_measure_nothing_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        load_test.parsed(words)
+    assert message in capsys.readouterr().err
+
+
 def test_answers_that_are_not_streamed_have_no_first_token(tmp_path):
     measured = {}
     for cell in load_test.cells(1, [1], list(SPEED)):

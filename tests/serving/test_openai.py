@@ -22,6 +22,7 @@ SCHEMA = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
+BROKEN = {"name": "broken", "schema": {"type": "string", "pattern": "(unclosed"}}
 UNKNOWN = {"name": "x", "schema": {"type": "x"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
 TALK = [{"role": "user", "content": "Which pet?"}]
@@ -66,6 +67,7 @@ def test_biases_ban_tokens_and_choose_them(client):
         ({"response_format": {"type": "json_schema"}}, "do not go together"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": FORMAT | {"json_schema": UNKNOWN}}, "the JSON schema: "),
+        ({"response_format": FORMAT | {"json_schema": BROKEN}}, r"the JSON schema: .*\(unclosed"),
     ],
 )
 def test_what_restricts_nothing_that_there_is_is_an_error(client, fields, message):
