@@ -188,10 +188,10 @@ def _eagle3(path: Path, state: State, lm: TargetModel) -> Imported:
 def _draft_vocabulary(path: Path, state: State, lm: TargetModel) -> Tensor | None:
     """The tokens of the head's rows, which are put in ascending order; None if it has all. `d2t` is
     the difference between each row's token and its number, `t2d` says which tokens have a row."""
-    inside_V, size = state.pop("t2d", None), lm.config.vocab_size
-    if "d2t" not in state:
-        return None
-    offsets_K, head_KD = state.pop("d2t"), state.get("lm_head.weight")
+    size, head_KD = lm.config.vocab_size, state.get("lm_head.weight")
+    inside_V, offsets_K = state.pop("t2d", None), state.pop("d2t", None)
+    if offsets_K is None or (head_KD is not None and len(head_KD) == size):
+        return None  # the released code, too, does not read them for a head of all tokens
     if offsets_K.dim() != 1 or not len(offsets_K):
         raise _misfit(path, lm, [f"d2t is {list(offsets_K.shape)}, not a list of tokens"])
     tokens_K, order_K = (torch.arange(len(offsets_K)) + offsets_K.long()).sort()

@@ -97,7 +97,7 @@ def test_a_plot_has_a_panel_for_each_metric_and_model_and_the_tables_curves(resu
     places = [x.get_text() for x in figure.axes[-1].get_xticklabels()]
     assert places == ["0", "0.3", "0.5", "0.6", "0.7", "0.9"]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == [AGAIN, "steps 4", "steps 6", "steps 8"]
+    assert labels == ["vanilla again", "steps 4", "steps 6", "steps 8"]
     theirs = dict(zip(labels, panels["speedup, Vicuna-7B"].containers, strict=True))
     assert theirs["steps 8"][0].get_xydata().tolist() == [[0, 1.11], [2, 1.48]]
     here = dict(zip(labels, panels["speedup, here"].containers, strict=True))

@@ -261,6 +261,7 @@ def test_a_head_may_have_another_order_of_tokens_all_of_them_or_other_sizes(tmp_
     mixed = {"lm_head.weight": state["lm_head.weight"][order_K]}
     mixed["d2t"] = tokens_K - torch.arange(FEW)
     every = {"lm_head.weight": torch.randn(VOCABULARY, SIZE)}
+    every |= {"d2t": torch.zeros(VOCABULARY), "t2d": torch.zeros(VOCABULARY)}  # as they begin
     few = {name: x for name, x in state.items() if name not in ("d2t", "t2d")}
     heads = []
     for i, held in enumerate((state, state | mixed, few | every)):

@@ -59,7 +59,7 @@ def place_name(kind: str | None, place: Place) -> str:
     """The text of a place; `kind` is the study's `x` or `curve`."""
     if isinstance(place, float):
         return short(place) if kind == "parameters" else f"{place:g}"
-    return "-" if place is None else TASKS.get(place, place)
+    return "-" if place is None else TASKS.get(place, place).replace("_", " ")
 
 
 def metric_heading(metric: str) -> str:
