@@ -205,7 +205,7 @@ def rounds_of_both(name: str, sampling: str, family: str, draft_cost: float | No
 
 
 @pytest.mark.parametrize(
-    "name", "kangaroo kangaroo-tree-auto block draft-model prompt-lookup-short hybrid-tree".split()
+    "name", "kangaroo kangaroo-tree-auto block draft-model prompt-lookup-short".split()
 )
 def test_both_keep_to_the_budget_of_a_batch_alike(name, measured_budget, monkeypatch):
     """From one in which drafting costs nothing to one in which each token costs like the first."""
