@@ -164,10 +164,8 @@ class HybridDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        drafter.update_costs(batch.budget, len(rows), shared_states=True, share=self.cost_share)
-        if not drafter.may_pay():
-            return
         self.catch_up(buffers, batch)
+        drafter.update_costs(batch.budget, len(rows), shared_states=True, share=self.cost_share)
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
         for row in growing:  # one pass computes the states of these and of the pending token

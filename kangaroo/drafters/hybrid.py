@@ -89,13 +89,9 @@ class FromSources(Drafter):
         self.costs = Costs(
             verify=budget.cost(rows, self.nodes),
             draft=share * self.draft_cost,
-            min_gain_per_step=max(self.options.min_gain_per_step, budget.min_gain_per_step(rows)),
+            min_gain_per_step=self.options.min_gain_per_step,
             states=share * self.shallow_cost if shared_states else 0.0,
         )
-
-    def may_pay(self) -> bool:
-        """Whether drafts would pay in this round if all of their tokens were right."""
-        return any(count > self.costs.min_gain(count) for count in range(1, self.nodes + 1))
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round; they have learned from the last one, without a chain."""
@@ -120,8 +116,6 @@ class TextHybrid(FromSources, TreesFromText):
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
-        if not self.may_pay():
-            return [], []
         return expected_gain.best_tree(self.costs, self.update_sources(batch, row), self.nodes)
 
 
@@ -140,8 +134,7 @@ class Hybrid(FromSources, Kangaroo):
 
     def propose(self, batch: Batch) -> Draft:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
-        rows = batch.active if self.may_pay() else []
-        sources = {row: self.update_sources(batch, row) for row in rows}
+        sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
         trees = {}
         for row, source in sources.items():

@@ -87,8 +87,7 @@ def stand_ins(line: str) -> str:
     """What is appended to a line, so that it takes seconds."""
     script = line.partition(" ")[0]
     if line in AS_TYPED or script.endswith("convert.py"):
-        exit_layer = "exit_layer=2 " * ("source=kangaroo" in line)
-        return f"{exit_layer}output=adapters/imported" if " import " in line else ""
+        return "exit_layer=2 output=adapters/imported" if " import " in line else ""
     parts = [] if "model=" in line.replace("bench@", "") else ["model=tiny"]
     if script == "evaluate.py":
         parts += [FEW, "question_every=1", "logger.mode=offline" if "=wandb" in line else ""]
@@ -169,11 +168,6 @@ def prepared(begun, tmp_path_factory):
     named = {f"{theirs}.weight": state[f"{ours}.weight"] for theirs, ours in names}
     torch.save(named, checkpoint / published.WEIGHTS)
     lm.config.to_json_file(checkpoint / published.CONFIG)
-    state = MedusaHeads(lm, MedusaHeadsConfig(heads=2, bias=True)).start_from(lm).state_dict()
-    theirs = {re.sub(r"blocks\.(\d)", r"\1.0.linear", name): x for name, x in state.items()}
-    theirs = {re.sub(r"heads\.(\d)", r"\1.1", name): x for name, x in theirs.items()}
-    (medusa := here / "FasterDecoding/medusa-tiny-v1.3").mkdir(parents=True)
-    torch.save(theirs, medusa / "medusa_lm_head.pt")
     return here
 
 
