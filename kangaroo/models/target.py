@@ -153,8 +153,7 @@ class TargetModel(nn.Module):
 
     def new_norm(self, eps: float | None = None) -> nn.Module:
         """A norm of the target's own class, by default with its epsilon."""
-        eps = self.config.rms_norm_eps if eps is None else eps
-        return type(self.hf.model.norm)(self.config.hidden_size, eps)
+        return type(self.hf.model.norm)(self.config.hidden_size, eps or self.config.rms_norm_eps)
 
     def new_cache(
         self, batch_size: int, n_slots: int, devices: list[torch.device] | None = None

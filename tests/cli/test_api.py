@@ -32,7 +32,7 @@ REFUSED = [
     ("smollm", {}, "no model 'smollm'.*smollm2-135m, tiny"),
     (None, {"drafter": "vanilla"}, "model=None must be a name, a folder, a hub id or a Model"),
     ("tiny", {"treshold": 0.5}, "'treshold'.*threshold"),
-    ("tiny", {"adapter": 3}, "adapter=3 is a int; it takes <class 'str'>"),
+    ("tiny", {"adapter": 3}, "adapter=3 is a int; it takes str \\| None"),
     ("tiny", {"drafter": VanillaConfig(), "adapter": "x", "steps": 2}, "adapter, steps: set this"),
     ("tiny", {"drafter": KangarooConfig()}, "KangarooConfig needs adapter=.*drafter='kangaroo' t"),
     ("tiny", {"adapter": ADAPTER, "threshold": "Auto"}, "threshold='Auto' must be .*, or auto"),

@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import cases
 import pytest
@@ -14,8 +13,6 @@ from kangaroo.drafters.expected_gain import Costs, DraftedChain, Lookup, Sources
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.drafters.suffix import SuffixAutomaton
 from kangaroo.drafters.token_recycling import TokenRecycling
-from kangaroo.engine.budget import Budget
-from kangaroo.engine.costs import VerifyCosts
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.sampling import Sampling
 
@@ -206,14 +203,3 @@ def test_a_token_is_drafted_where_it_may_gain_more_than_it_costs(sources, pays):
     assert expected_gain.drafting_pays(costs, sources, 15) == pays
     assert expected_gain.drafting_pays(CHEAP, sources, 15)
     assert not expected_gain.drafting_pays(replace(costs, draft=0.5), sources, 15)
-
-
-def test_in_a_batch_a_token_has_to_gain_twice_and_no_source_is_asked_where_none_can(monkeypatch):
-    budget = Budget(VerifyCosts([1, 2], [1.0, 1.6], 0.5).curve)
-    drafter = HybridConfig(adapter=None).build(tiny())
-    drafter.update_costs(budget, 1, shared_states=False)
-    assert drafter.may_pay() and drafter.costs.min_gain(1) == pytest.approx(1.25 * 0.6)
-    monkeypatch.setattr(drafter, "update_sources", None)  # it would be called in vain
-    batch = SimpleNamespace(budget=budget, active=[0, 1])
-    assert drafter.tree_of(batch, 0) == ([], [])
-    assert not drafter.may_pay() and drafter.costs.min_gain(1) == pytest.approx(2 * 0.75)
