@@ -179,7 +179,8 @@ def plot(study: Study) -> Figure:
         axes.set_xlabel(config.x.rpartition(".")[2].replace("_", " "), fontsize=8)
     if curves != [""]:
         handles, labels = panels[0, 0].get_legend_handles_labels()  # ours has all metrics
-        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=4)
+        columns = 4 if max(map(len, labels)) < 25 else 2  # so that they fit
+        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=columns)
     return figure
 
 
