@@ -159,8 +159,11 @@ def _medusa(path: Path, state: State, lm: TargetModel) -> Imported:
 
 def _eagle(path: Path, state: State, lm: TargetModel) -> Imported:
     config = _read_config(path, lm)
-    parts = EagleHeadConfig(sees_first=False, rope_base=_rope_base(path, config, lm))
-    parts.norm_eps = _norm_eps(config, lm)
+    parts = EagleHeadConfig(
+        sees_first=False,
+        rope_base=_rope_base(path, config, lm),
+        norm_eps=_norm_eps(config, lm),
+    )
     with torch.device("meta"):
         head = EagleHead(lm, parts)
     return Imported(_fitted(head, path, state, EAGLE, lm))
@@ -176,8 +179,7 @@ def _eagle3(path: Path, state: State, lm: TargetModel) -> Imported:
             f"{[tap - 1 for tap in taps]}, as in the released code. Pass source= another head."
         )
     vocabulary_K = _draft_vocabulary(path, state, lm)
-    parts = Eagle3HeadConfig(rope_base=_rope_base(path, config, lm))
-    parts.norm_eps = _norm_eps(config, lm)
+    parts = Eagle3HeadConfig(rope_base=_rope_base(path, config, lm), norm_eps=_norm_eps(config, lm))
     if config.intermediate_size != lm.config.intermediate_size:
         parts.feed_forward_size = config.intermediate_size
     with torch.device("meta"):

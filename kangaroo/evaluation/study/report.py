@@ -106,9 +106,8 @@ def claim_rows(study: Study) -> list[Row]:
 
 def published_values(study: Study, claim: Claim) -> str:
     """The paper's two values, of the first model that it gives both for; "-" without any."""
-    config = study.config
-    task = config.place(claim.task or OVERALL)
-    cells = {p.source: (p.curve, p.x) for p in study.points if config.x != "task" or p.x == task}
+    of_tasks = study.config.x == "task"
+    cells = {p.source: (p.curve, p.x) for p in study.points if p.x == OVERALL or not of_tasks}
     for model in dict.fromkeys(point.model for point in study.published):
         points = [point for point in study.published if point.model == model]
         values = {(p.curve, p.x): p.values.get(claim.metric) for p in points}

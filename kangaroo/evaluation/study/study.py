@@ -33,7 +33,6 @@ class Claim:
     Args:
         more, less: the two methods, by the names of their folders.
         metric: as in `StudyConfig.metrics`.
-        task: only the questions of this task count; None takes all.
         why: a possible reason why a study does not confirm it.
     """
 
@@ -41,7 +40,6 @@ class Claim:
     more: str
     less: str
     metric: str = "speedup"
-    task: str | None = None
     why: str = ""
 
 
@@ -180,9 +178,9 @@ def measured_points(config: StudyConfig, method: Measured) -> list[Point]:
     return [point(x, records, metrics)]
 
 
-def select_task(records: Sequence[Record], task: str | None) -> list[Record]:
-    """The records of one task; None and `OVERALL` keep all records."""
-    return [record for record in records if task in (None, OVERALL, record.task)]
+def select_task(records: Sequence[Record], task: str) -> list[Record]:
+    """The records of one task, or of all (`OVERALL`)."""
+    return [record for record in records if task in (OVERALL, record.task)]
 
 
 def published_points(config: StudyConfig) -> list[Point]:
@@ -204,9 +202,9 @@ def published_points(config: StudyConfig) -> list[Point]:
 
 
 def check(claim: Claim, methods: Sequence[Measured]) -> Checked | None:
-    """Check a claim; None if its methods were not both measured on its task. Errors: `ConfigError`
-    if the two were not asked the same questions."""
-    by_name = {method.name: select_task(method.records, claim.task) for method in methods}
+    """Check a claim; None if its methods were not both measured. Errors: `ConfigError` if the two
+    were not asked the same questions."""
+    by_name = {method.name: method.records for method in methods}
     if not {claim.more, claim.less} <= by_name.keys():
         return None
     both = by_name[claim.more], by_name[claim.less]
