@@ -164,10 +164,13 @@ class HybridDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        self.catch_up(buffers, batch)
         drafter.update_costs(batch.budget, len(rows), shared_states=True, share=self.cost_share)
+        if not drafter.may_pay:
+            return
         sources = {row: drafter.update_sources(batch, row) for row in rows}
         growing = [row for row, source in sources.items() if drafter.pays(source)]
+        if growing:
+            self.catch_up(buffers, batch)
         for row in growing:  # one pass computes the states of these and of the pending token
             buffers.add(row, sources[row].lookup.tokens)
         one_token = np.zeros((batch.size, 1), np.float32)  # no limit, since `drafter.pays` decides

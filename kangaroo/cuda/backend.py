@@ -34,7 +34,7 @@ class CudaBackend(Backend):
     def __post_init__(self) -> None:
         self.records = self.graphs is not None
         self.runs_layers = self.kernel_sizes is not None
-        self.attends_last = self.attends_by_position = self.skips = self.runs_layers
+        self.attends_by_position = self.skips = self.runs_layers
         self.name = "kernels" if self.runs_layers else "graphs"
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> "Stack | None":

@@ -5,6 +5,7 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -79,15 +80,21 @@ class DraftModelConfig(ChainConfig):
         return self.adapter
 
 
-def repays(budget: Budget, unread: int, left: int, steps: int, drafting: float) -> bool:
-    """Whether the `left` tokens of a text, if all drafts were right, would save the time in which a
-    draft model first reads `unread` tokens. A token takes the share `drafting` of the target's."""
+def repays(
+    budget: Budget, unread: int, left: int, steps: int, drafting: float, rows: int = 1
+) -> bool:
+    """Whether drafts for the `left` tokens of a text, as often right as those of the batch so far,
+    are expected to save the time in which a draft model first reads `unread` tokens. A token takes
+    the share `drafting` of the target's; `rows` texts are decoded."""
     if unread <= steps or budget.always:
         return True
     reading = drafting * unread * budget.cost(1, NODES_READ)[-1] / (NODES_READ + 1)
-    costs = budget.cost(1, steps)
-    saved = max(1 - (costs[n] + n * drafting) / (n + 1) for n in range(1, steps + 1))
-    return left * saved > reading
+    costs = budget.cost(rows, steps)
+    right = budget.share_right
+    written = list(accumulate(right**n for n in range(steps + 1)))  # by a round's drafted tokens
+    saved = max(1 - (costs[n] + n * drafting) / written[n] for n in range(1, steps + 1))
+    step = budget.cost(1, rows - 1)[-1] / rows  # a row's part of a step, in a lone text's steps
+    return left * saved * step > budget.min_gain_per_step(rows) * reading
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
@@ -196,7 +203,8 @@ class DraftModel(Autoregressive):
         for row in rows if self.auto else ():
             length = len(batch.texts[row])
             unread, left = length - self.n_read[row], batch.limits[row] - length
-            if not repays(batch.budget, unread, left, self.steps, share * self.draft_cost):
+            cost = share * self.draft_cost
+            if not repays(batch.budget, unread, left, self.steps, cost, len(rows)):
                 limits[row] = 1
         return limits
 

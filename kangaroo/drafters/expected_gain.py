@@ -135,6 +135,11 @@ class Costs:
     min_gain_per_step: float
     states: float = 0.0
 
+    @property
+    def min_chance(self) -> float:
+        """How likely a node has to be right to pay where nodes are cheapest."""
+        return self.min_gain_per_step * min(b - a for a, b in pairwise(self.verify))
+
     def min_gain(self, count: int) -> float:
         """Tokens that this number of nodes has to gain."""
         return self.min_gain_per_step * (self.verify[count] - self.verify[0])
@@ -154,7 +159,7 @@ def best_nodes(costs: Costs, sources: Sources, max_nodes: int) -> list[Node]:
     """The root and the nodes with the highest gain, the best first, as long as one may pay. No gain
     exceeds the parent's, so the first n nodes are the best tree of n nodes."""
     nodes = [Node(1.0, -1, 0, sources.places)]
-    least = costs.min_gain_per_step * min(b - a for a, b in pairwise(costs.verify))
+    least = costs.min_chance
     candidates = list[tuple[float, int, int, int]]()
     for number in range(max_nodes):
         node = nodes[number]

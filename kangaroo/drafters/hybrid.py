@@ -93,6 +93,12 @@ class FromSources(Drafter):
             states=share * self.shallow_cost if shared_states else 0.0,
         )
 
+    @property
+    def may_pay(self) -> bool:
+        """Whether a sure token would pay; otherwise sources need not be updated, nor prompts read.
+        What they miss, they learn later."""
+        return self.costs.min_chance < 1
+
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round; they have learned from the last one, without a chain."""
         text = batch.texts[row]
@@ -116,6 +122,8 @@ class TextHybrid(FromSources, TreesFromText):
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
+        if not self.may_pay:
+            return [], []
         return expected_gain.best_tree(self.costs, self.update_sources(batch, row), self.nodes)
 
 
@@ -134,6 +142,8 @@ class Hybrid(FromSources, Kangaroo):
 
     def propose(self, batch: Batch) -> Draft:
         self.update_costs(batch.budget, len(batch.active), shared_states=False)
+        if not self.may_pay:
+            return Draft.nothing(batch.last(1))
         sources = {row: self.update_sources(batch, row) for row in batch.active}
         self._draft_chains(batch, sources)
         trees = {}

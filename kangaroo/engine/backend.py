@@ -114,14 +114,12 @@ class Backend:
         runs_layers: whether `layers`, `head` and `fusing` return something.
         reads_pairs: whether a layer's attention may read `heads.layer.Layer.pairs`.
         records: whether it records CUDA graphs, for which tensors should have few shapes.
-        attends_last: whether the last tokens of a text can attend to all of it without a mask.
         attends_by_position: whether tokens that see all positions up to their own need no mask.
         skips: whether `skip_unless` saves time.
     """
 
     name = "eager"
-    is_compiled = runs_layers = reads_pairs = records = attends_last = attends_by_position = False
-    skips = False
+    is_compiled = runs_layers = reads_pairs = records = attends_by_position = skips = False
 
     def layers(self, weights: Sequence[LayerWeights[Matrix]], window: int = 0) -> Layers | None:
         """Layers of these weights, which look back `window` positions; None for modules."""

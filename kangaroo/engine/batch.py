@@ -152,8 +152,7 @@ class Batch:
         EOS or beyond the limit, which both end the text."""
         text = self.texts[row]
         room = self.limits[row] - len(text)
-        ends = (n for n, token in enumerate(tokens[:room], 1) if token in self.ends[row])
-        eos_end = next(ends, None)
+        eos_end = next((n for n, x in enumerate(tokens[:room], 1) if x in self.ends[row]), None)
         tokens = tokens[: eos_end or room]
         text += tokens
         if (constraint := self.constraints[row]) is not None:

@@ -37,8 +37,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         self.curve = cache(self.curve)
-        self.first_tried = 0  # drafts
-        self.first_right = 0  # drafts whose first token was right
+        self.first_tried = self.first_right = 0  # drafts, and those whose first token was right
         # by row: draft tokens with only right ones before them, and how many of these were right
         self.tried = defaultdict[int, float](float)
         self.right = defaultdict[int, float](float)
@@ -74,9 +73,13 @@ class Budget:
         for a text alone, where the drafter's own rule decides."""
         if self.min_gain_per_step(rows) == MIN_GAIN_ALONE:
             return [0.0] * nodes
-        costs = self.cost(rows, nodes)
-        right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
-        return [MIN_GAIN * (drafting + costs[n + 1] - costs[n]) / right for n in range(nodes)]
+        gains = self.min_node_chances(rows, nodes)
+        return [(MIN_GAIN * drafting + gain) / self.share_right for gain in gains]
+
+    @property
+    def share_right(self) -> float:
+        """How often a draft's first token was right in this batch."""
+        return (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
         """How likely each of `nodes` nodes has to be right to pay for its verification; 0 for a

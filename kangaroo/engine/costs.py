@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -37,7 +38,10 @@ ROUND = 16  # tokens after which a measured text repeats itself
 REPEATS = 30  # passes of a width,
 MOST_SECONDS = 0.5  # but none after this time
 KEPT_SECONDS = 86400.0  # after this time a stored measurement is repeated: other users come and go
-STEADY = 1.1  # if times differ by more than this factor, the machine is busy: they are not stored
+# The machine is busy, and what was measured is not stored, if times differ by more than this
+# factor, or if other processes took more than this share of all processors.
+STEADY = 1.1
+OTHERS = 0.1
 
 Work = Callable[[Tensor, ForwardMeta], Tensor]  # a pass over the states of its tokens
 
@@ -99,12 +103,24 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
 
 
 def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
-    """The fastest pass of each width, and whether the machine was steady meanwhile."""
+    """The fastest pass of each width, and whether the machine was at rest meanwhile."""
     widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
+    start, others = time.monotonic(), seconds_of_others()
     passes = verifications(lm, widths, range(lm.n_layers), context(lm)).values()
+    others = seconds_of_others() - others
+    processors = (psutil.cpu_count() or 1) * (time.monotonic() - start)
     seconds = list(accumulate(map(min, passes), max))
-    costs = VerifyCosts(widths, seconds, shown=0.0 if lm.device.type == "cuda" else 0.5)
-    return costs, all(map(is_steady, passes))
+    on_gpu = lm.device.type == "cuda"
+    costs = VerifyCosts(widths, seconds, shown=0.0 if on_gpu else 0.5)
+    alone = on_gpu or others < OTHERS * processors
+    return costs, alone and all(map(is_steady, passes))
+
+
+def seconds_of_others() -> float:
+    """How long processors worked for other processes, and other virtual machines, until now."""
+    times = psutil.cpu_times()
+    working = [getattr(times, name, 0.0) for name in ("user", "nice", "system", "steal")]
+    return sum(working) - time.process_time()
 
 
 @torch.inference_mode()

@@ -231,7 +231,7 @@ class TargetModel(nn.Module):
         positions_1T = torch.arange(start, stop, device=self.device)[None]
         bias: Any = None
         extent = stop
-        if start > 0 and (self.backend.attends_last or has_flash(self.device, self.dtype)):
+        if start > 0 and (self.backend.attends_by_position or has_flash(self.device, self.dtype)):
             bias = causal_lower_right(stop - start, stop)
         elif start > 0:
             extent = occupied(n_slots, stop)
