@@ -6,7 +6,7 @@
 #   scripts/gpu.sh part1                # at most 260 s, into outputs/gpu
 #   scripts/gpu.sh part2                # at most 480 s
 #   scripts/gpu.sh kernels 8b           # some stages
-#   DRY=1 scripts/gpu.sh part1 part2    # the same commands in small, on a CPU; the page is outputs/gpu/gpu.md
+#   DRY=1 scripts/gpu.sh part1 part2    # the same commands in small, on a CPU, into outputs/gpu-dry
 #
 # part1
 #   bits      a token's bits are the same at every width, in Triton as compiled here
@@ -26,7 +26,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1
 
-RESULTS=${RESULTS:-outputs/gpu}
+RESULTS=${RESULTS:-outputs/gpu${DRY:+-dry}}
 PYTHON=${PYTHON:-python}
 PAGE=${PAGE:-docs/results/gpu.md}
 PART1=(bits kernels tests soak)

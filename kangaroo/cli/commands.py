@@ -156,7 +156,7 @@ def _compare(config: schema.EvaluateCommand, folder: Path) -> None:
 def speed(config: schema.SpeedCommand) -> None:
     """Measure the speed of decoding against the memory's limit."""
     lm, tokenizer = load_target_for(config.model, config.drafter)
-    result = benchmark.measure(lm, tokenizer, config.drafter.build(lm), config.speed)
+    result = benchmark.measure(lm, tokenizer, config.drafter, config.speed)
     benchmark.write(result, Path(config.output), console())
 
 
@@ -270,6 +270,7 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
         trainer=config.trainer,
         processes=ranks.world,
         trains=trains,
+        asked=config.estimate,
     )
     for line in lines:
         log.info("%s", line)

@@ -215,7 +215,8 @@ class DraftModelDrafting(Drafting):
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
         limits = drafter.limits(batch, rows)
-        if (limits[:, 0] >= 1).all():  # no row drafts: prompts need not be read yet
+        rows = [row for row in rows if limits[row, 0] < 1]
+        if not rows:  # prompts need not be read yet
             return
         chains = self.buffers = self.buffers or self._buffers()
         chains.count[:] = chains.end[:] = 0

@@ -193,10 +193,14 @@ class DraftModel(Autoregressive):
         return tokens_BN.clamp(max=self.vocab_size - 1) if self.head.padding > 0 else tokens_BN
 
     def propose(self, batch: Batch) -> Draft:
-        for row in batch.active:  # the last draft, after the window, may have been rejected
-            self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
+        self.forget_draft(batch)
         self.proposed = super().propose(batch)
         return self.proposed
+
+    def forget_draft(self, batch: Batch) -> None:
+        """The last draft, after the window, may have been rejected."""
+        for row in batch.active:
+            self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
 
     def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
         limits = super().limits(batch, rows, share)
@@ -213,7 +217,9 @@ class DraftModel(Autoregressive):
         return super().draft(batch, limits)
 
     def observe(self, batch: Batch, draft: Draft, verdict: Verdict, taps: Taps) -> None:
-        if draft is not self.proposed:  # another drafter's, whose tokens this cache lacks
+        if draft.tree.size == 1:
+            self.forget_draft(batch)
+        elif draft is not self.proposed:  # another drafter's, whose tokens this cache lacks
             self.catch_up(batch, draft.tree.max_depth)
             meta = self.path_meta(batch, draft)
             self.run(batch, batch.tokens_BS.gather(1, meta.positions_RT), meta)

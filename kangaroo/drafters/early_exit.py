@@ -189,12 +189,13 @@ class EarlyExit(EarlyStopping):
     def read_prompts(self, rows: Collection[int] | None = None) -> None:
         """Write the layer's keys and values of new prompts, by default in all rows."""
         for row in list(self.prompts) if rows is None else rows:
-            f_1TD, first = self.prompts.pop(row)
+            f_1TD, first = self.prompts[row]
             for part_1TD in f_1TD.split(self.lm.prompt_chunk(1), 1):
                 end = first + part_1TD.shape[1]
                 meta = self.lm.chunk(first, end, row, self.cache.n_slots).to(f_1TD.device)
                 self.adapter.write_kv(part_1TD, self.deep_before(meta), meta, self.cache.at(meta))
                 first = end
+            del self.prompts[row]  # not before, since an error may stop this
 
     def run_shallow(self, tokens_BN: Tensor, batch: Batch, meta: ForwardMeta) -> Tensor:
         """The states of tokens at the exit layer, `[B, N, D]`."""

@@ -26,15 +26,18 @@ class Constraint:
     Args:
         vocab_size: the number of logits.
         biases: what is added to the logits of tokens, by id; -inf bans a token.
-        matcher: llguidance's `LLMatcher`, which masks the tokens that its grammar forbids.
+        start: llguidance's `LLMatcher` of an empty text, which masks the tokens that its grammar
+            forbids; it is copied.
 
     Errors: `ConfigError` for an id outside the vocabulary or a bias that is no number.
     """
 
     def __init__(
-        self, vocab_size: int, biases: Mapping[int, float] | None = None, matcher: Any = None
+        self, vocab_size: int, biases: Mapping[int, float] | None = None, start: Any = None
     ):
-        self.matcher = matcher
+        self.start = start
+        self.matcher = start and start.deep_copy()
+        self.text: list[int] = []  # what it has read
         self.biases_V = np.zeros(vocab_size, np.float32)
         for token, bias in (biases or {}).items():
             if not (isinstance(token, int) and 0 <= token < vocab_size):
@@ -46,8 +49,13 @@ class Constraint:
             self.biases_V[token] = bias
 
     def advance(self, tokens: Sequence[int]) -> None:
+        """Read new tokens of the text. Errors: `RuntimeError` where the grammar cannot, for
+        instance beyond llguidance's limits."""
         if self.matcher is not None:
+            self.text += tokens
             self.matcher.try_consume_tokens(list(tokens))
+            if self.matcher.is_error():
+                raise RuntimeError(self.matcher.get_error())
 
     def after(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
         """The biases after each node of a draft, `[N, V]`. Node 0 is the text's last token, and a
@@ -65,7 +73,11 @@ class Constraint:
                 words = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
                 allowed_V = np.unpackbits(words, bitorder="little")[: len(self.biases_V)]
                 biases_NV[node, allowed_V == 0] = -np.inf
-            self.matcher.rollback(read)
+            if self.matcher.is_error():  # at a draft token; it would refuse all others, too
+                self.matcher = self.start.deep_copy()
+                self.matcher.try_consume_tokens(self.text)
+            else:
+                self.matcher.rollback(read)
         return biases_NV
 
 
@@ -100,7 +112,7 @@ class Restrictions:
                 matcher = self._json(schema)
 
         def constraint() -> Constraint:
-            return Constraint(self.vocab_size, biases, matcher and matcher.deep_copy())
+            return Constraint(self.vocab_size, biases, matcher)
 
         constraint()  # for its errors
         return constraint

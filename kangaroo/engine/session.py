@@ -180,12 +180,12 @@ class Prompt:
         session = self.session
         row = self.row
         source, self.reused = session.match_prefix(row, self.request.text)
+        session.batch.prompt_read[row] = False  # an interrupted prompt is no prefix of others
         if self.reused and source != row:
             session.batch.cache.copy(source, row, self.reused)
             session.engine.drafter.copy_prefix(source, row, self.reused)
         if self.reused:
             self.unread = session.stepper.unread(source, row, self.tokens_T[: self.reused])
-        session.batch.prompt_read[row] = False  # an interrupted prompt is no prefix of others
         self.read = self.reused
 
     def _write_first(self, last_11D: Tensor) -> Generation:
@@ -201,8 +201,7 @@ class Prompt:
         sampling = batch.sampling.reading(batch.settings_B3[rows])
         token = int(pick(logits_11V, at_11, sampling, batch.seeds_B[rows]))
         batch.write_first(self.row, token)
-        path_11 = torch.zeros_like(at_11)
-        (topk,) = topk_logits.likeliest(logits_11V, path_11, self.request.keep)
+        (topk,) = topk_logits.likeliest(logits_11V, torch.zeros_like(at_11), self.request.keep)
         generation = Generation(list(self.request.written), reused=self.reused)
         session.record(self.row, StepRecord([token], topk=topk), self.request, generation)
         return generation

@@ -1,9 +1,9 @@
-"""The speed benchmark: vanilla, Kangaroo and transformers against the memory's limit, over the
+"""The speed benchmark: vanilla, a drafter and transformers against the memory's limit, over the
 context, the width of a verification and the batch; with its JSON and its tables.
 
 Decoding is greedy, past any EOS, and at batch 1 except in the table of batches. All methods take
-turns on every prompt, so that a machine that slows down slows all of them. The prefill, the first
-step of a text, is not part of decoding.
+turns on every prompt, and in a batch at every step, so that a machine that slows down slows all of
+them. The prefill, the first step of a text, is not part of decoding.
 """
 
 import logging
@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from rich.console import Console
 
-from kangaroo.drafters.base import Drafter
-from kangaroo.drafters.kangaroo import Kangaroo
+from kangaroo.drafters.base import DrafterConfig
+from kangaroo.drafters.early_exit import EarlyExit
 from kangaroo.drafters.vanilla import Vanilla
 from kangaroo.engine.clock import now
 from kangaroo.engine.costs import verifications
@@ -39,7 +40,6 @@ from kangaroo.utils.terminal import progress_bar
 
 log = logging.getLogger(__name__)
 
-ENGINES = ("vanilla", "kangaroo")
 TITLES = {
     "contexts": "Decoding over the context",
     "verifications": "Verification",
@@ -63,9 +63,9 @@ class SpeedConfig(Ranged):
         contexts: prompt lengths at which ms/token is measured; those too long for the model are
             left out. Verifications are measured at the first.
         context_tokens: new tokens at each of these lengths.
-        repeats: how often every method answers at each of these lengths.
+        repeats: how often every method answers at each of these lengths, and batches of a size.
         batches: batch sizes.
-        prompts: number of questions in a batch, spread over the bench.
+        prompts: number of questions for batches, spread over the bench; batches take them in turn.
         max_new_tokens: new tokens of each answer in a batch.
         bandwidth_megabytes: size of the buffer that is read; it must exceed the processor's caches.
     """
@@ -81,15 +81,13 @@ class SpeedConfig(Ranged):
 
 
 def measure(
-    lm: TargetModel, tokenizer: Tokenizer, drafter: Drafter, config: SpeedConfig
+    lm: TargetModel, tokenizer: Tokenizer, options: DrafterConfig, config: SpeedConfig
 ) -> Results:
-    """The benchmark's results, for `write`. Errors: `ConfigError` for another drafter than Kangaroo
-    or if no context fits."""
-    if not isinstance(drafter, Kangaroo):
-        raise ConfigError(
-            "the speed benchmark looks at Kangaroo's steps; pass drafter=kangaroo. evaluate.py "
-            "measures others."
-        )
+    """The benchmark's results, for `write`. Errors: `ConfigError` if no context fits, or for
+    options of vanilla; those of `options.build`."""
+    drafter = options.build(lm)
+    if isinstance(drafter, Vanilla):
+        raise ConfigError("vanilla is measured beside a drafter; pass drafter=kangaroo or another.")
     contexts = [n for n in config.contexts if n + config.context_tokens <= lm.context]
     if not contexts:
         raise ConfigError(f"no context of speed.contexts={config.contexts} fits the model.")
@@ -97,25 +95,24 @@ def measure(
     new_tokens = config.context_tokens
     prompts = question_prompts(tokenizer, config.prompts, config.bench, lm.context - tokens)
     long_prompts = [long_prompt(tokenizer, length) for length in contexts]
-    engines = [Engine(lm, each) for each in (Vanilla(), drafter)]
+    engines = {"vanilla": Engine(lm, Vanilla()), options.name: Engine(lm, drafter)}
     methods: dict[str, Method] = {"hf": partial(generate, lm)}
-    methods |= {k: partial(write_by_engine, x) for k, x in zip(ENGINES, engines, strict=True)}
+    methods |= {name: partial(write_by_engine, engine) for name, engine in engines.items()}
     before = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     take_turns(methods, long_prompts[:1], new_tokens, repeats=1, title="warm-up")
     texts = take_turns(methods, long_prompts, new_tokens, repeats=config.repeats, title="contexts")
-    passes = verifications(lm, WIDTHS, range(drafter.exit_layer, lm.n_layers), contexts[0])
+    entry = drafter.exit_layer if isinstance(drafter, EarlyExit) else 0
+    passes = verifications(lm, WIDTHS, range(entry, lm.n_layers), contexts[0])
     seconds = {width: median(times) for width, times in passes.items()}
-    batches = throughput(engines, prompts, tokens, config.batches)
+    batches = throughput(engines, prompts, tokens, config.batches, config.repeats)
     after = memory_bandwidth(lm.device, config.bandwidth_megabytes)
     bandwidth = max(before, after)
     kv_bytes = lm.new_cache(1, 1).bytes()
-    threshold = "auto" if drafter.auto else drafter.threshold
     return {
         "model": lm.config.name_or_path,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": lm.device.type,
-        "drafter": f"exit layer {drafter.exit_layer}, at most {drafter.steps} draft tokens, "
-        f"threshold {threshold}, draft vocabulary {drafter.head.size}",
+        "drafter": asdict(options),
         "settings": asdict(config),
         "provenance": provenance(),
         "bandwidth": {"before": before, "after": after},
@@ -154,33 +151,50 @@ def memory_bandwidth(device: torch.device, megabytes: int) -> float:
 
 
 def throughput(
-    engines: Sequence[Engine], prompts: Prompts, new_tokens: int, sizes: Sequence[int]
+    engines: Mapping[str, Engine],
+    prompts: Prompts,
+    new_tokens: int,
+    sizes: Sequence[int],
+    repeats: int,
 ) -> list[Results]:
-    """Tokens/s of vanilla's and Kangaroo's engines, at every batch size whose cache fits."""
+    """Tokens/s of vanilla and the drafter at every batch size whose caches fit: medians, and the
+    lowest and highest ratio."""
     results = []
-    lm = engines[0].lm
-    row = lm.new_cache(1, 1).bytes() * (max(map(len, prompts)) + new_tokens)
+    (vanilla, _), (name, engine) = engines.items()
+    lm = engine.lm
+    row = 2 * lm.new_cache(1, 1).bytes() * (max(map(len, prompts)) + new_tokens)
     for size in sizes:
         if size * row > CACHE_SHARE * memory.free(lm.device):
-            log.warning("batch %d is left out: its cache would take %d bytes", size, size * row)
+            log.warning("batch %d is left out: its caches would take %d bytes", size, size * row)
             continue
-        batch = [prompts[i % len(prompts)] for i in range(size)]
-        vanilla, kangaroo = (tokens_per_second(engine, batch, new_tokens) for engine in engines)
-        rates = {"vanilla": vanilla, "kangaroo": kangaroo, "speedup": kangaroo / vanilla}
-        results.append({"batch": size} | rates)
+        pairs = []
+        for repeat in range(repeats):
+            batch = [prompts[(repeat * size + i) % len(prompts)] for i in range(size)]
+            pairs.append(tokens_per_second(list(engines.values()), batch, new_tokens))
+        ratios = [drafted / plain for plain, drafted in pairs]
+        rates = {vanilla: median(plain for plain, _ in pairs)}
+        rates |= {name: median(drafted for _, drafted in pairs), "speedup": median(ratios)}
+        results.append({"batch": size} | rates | {"lowest": min(ratios), "highest": max(ratios)})
     return results
 
 
-def tokens_per_second(engine: Engine, prompts: Prompts, new_tokens: int) -> float:
-    """Decoding speed of a batch, past any EOS, until its first text is complete."""
-    session = engine.open(len(prompts), max(map(len, prompts)) + new_tokens, Sampling())
-    for row, prompt in enumerate(prompts):
-        session.admit(row, Request(prompt, new_tokens, ignore_eos=True))
-    written = 0
-    start = now(engine.lm.device)
-    while not any(session.batch.done):
-        written += sum(len(record.tokens) for record in session.step())
-    return written / (now(engine.lm.device) - start)
+def tokens_per_second(
+    engines: Sequence[Engine], prompts: Prompts, new_tokens: int
+) -> tuple[float, ...]:
+    """Each engine's speed in decoding a batch, past any EOS, until its first text is complete."""
+    sessions = []
+    for engine in engines:
+        session = engine.open(len(prompts), max(map(len, prompts)) + new_tokens, Sampling())
+        for row, prompt in enumerate(prompts):
+            session.admit(row, Request(prompt, new_tokens, ignore_eos=True))
+        sessions.append(session)
+    written, seconds = np.zeros((2, len(sessions)))
+    while writing := [i for i, session in enumerate(sessions) if not any(session.batch.done)]:
+        for i in writing:
+            start = now(engines[i].lm.device)
+            written[i] += sum(len(record.tokens) for record in sessions[i].step())
+            seconds[i] += now(engines[i].lm.device) - start
+    return tuple(written / seconds)
 
 
 def summarise(texts: Sequence[Generation], limit: float) -> Results:
@@ -241,11 +255,12 @@ def notes(result: Results) -> str:
     settings = result["settings"]
     run = result["provenance"]
     versions = run["versions"]
+    drafter = ", ".join(f"{key}={value}" for key, value in result["drafter"].items())
     before, after = (result["bandwidth"][when] / 1e9 for when in ("before", "after"))
     return (
         f"Memory: {before:.1f} GB/s before, {after:.1f} GB/s after; limits take the higher. A "
         f"vanilla token reads {result['weights'] / 1e6:.1f} MB of weights. {result['model']}, "
         f"{result['dtype']}, {describe_machine(run)}; {settings['context_tokens']} tokens x "
-        f"{settings['repeats']} repeats; {result['drafter']}. git {run['git_revision']}, torch "
+        f"{settings['repeats']} repeats; {drafter}. git {run['git_revision']}, torch "
         f"{versions['torch']}, transformers {versions['transformers']}, {run['time']}."
     )

@@ -198,7 +198,7 @@ def _default(folder: Path) -> Path | None:
     """The folder that a default `adapters/NAME` stands for; None without an adapter. Errors:
     `AdapterNotFound` if training saved several."""
     plain = folder.with_name(folder.name.removesuffix("-fused"))
-    for place in (folder, plain):
+    for place in (folder, resolve_path(str(plain))):
         if place.is_dir():
             return place
     saved = _saved_by_training(plain)[2]

@@ -312,7 +312,7 @@ def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Token
     tokenizer = gguf_tokenizer.read_tokenizer(file)
     packed = config.weights is Weights.packed
     chosen = config.weights is None and config.quantization is None
-    if chosen and config.compiled and device == "cpu":
+    if chosen and config.compiled and device == "cpu" and config.dtype is not Dtype.float16:
         packed = file.kinds() <= {*PACKABLE, Kind.F32} and native.library() is not None
     model = read_model(file, config.dtype.torch, packed)
     check_tokenizer(tokenizer, model, config.path)

@@ -130,7 +130,7 @@ class Server:
 
     async def health(self) -> Response:
         """Whether the server decodes, and its load."""
-        if not self.scheduler.alive:
+        if not self.scheduler.accepts:
             return error_response(503, self.scheduler.failure or "the server is shutting down.")
         return JSONResponse({"status": "ok", **self.scheduler.load})
 

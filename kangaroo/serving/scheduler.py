@@ -101,9 +101,9 @@ class Scheduler:
         self.thread.start()
 
     @property
-    def alive(self) -> bool:
-        """Whether the decoding thread works."""
-        return self.thread.is_alive() and not self.failure
+    def accepts(self) -> bool:
+        """Whether it takes jobs: neither closing nor failed."""
+        return self.thread.is_alive() and not self.closing and not self.failure
 
     @property
     def load(self) -> dict[str, int]:
@@ -120,7 +120,7 @@ class Scheduler:
         """Queue all of these jobs. Errors: `Busy` while the queue has no room for them;
         `PromptError` if it never has; `Closing` when the server shuts down or has failed."""
         with self.changed:
-            if self.closing or not self.alive:
+            if not self.accepts:
                 raise Closing(self.failure or "the server is shutting down.")
             if len(jobs) > self.max_queue:
                 raise PromptError(f"{len(jobs)} texts are more than max_queue={self.max_queue}.")
@@ -196,7 +196,7 @@ class Scheduler:
             self.alone = job
             session = self._open()
             while job in self.jobs and (job.generation is None or len(job.generation.steps) < 2):
-                if not self._round(session):
+                if not self._round(session) and job in self.jobs:
                     self._end(job, FAILED)
             self._leave(job)
         self.alone = None

@@ -29,6 +29,7 @@ from kangaroo.drafters.kangaroo import Kangaroo
 from kangaroo.drafters.layerskip import FinalNorm, LayerSkipConfig
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.engine import Engine
+from kangaroo.engine.requests import Request
 from kangaroo.engine.sampling import Rule, Sampling
 from kangaroo.evaluation.methods import generate
 from kangaroo.heads.export import draft_model
@@ -133,12 +134,32 @@ def test_so_it_does_after_rounds_without_drafts(case, kind, idle, monkeypatch):
     assert texts == vanilla_texts(lm, PROMPTS, 2 * NEW_TOKENS, SAMPLED)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_draft_model_reads_no_text_without_a_draft(case, native, monkeypatch):
+    lm, model = TargetModel(case.lm.hf), TargetModel(draft_lm(case).hf)
+    if native:
+        lm, model = lm.compile_for_decoding(), model.compile_for_decoding()
+    drafter = DraftModel(lm, model, steps=3, threshold="auto")
+    drafter.draft_cost = 0.0
+    repays = "kangaroo.drafters.draft_model.repays"
+    monkeypatch.setattr(repays, lambda budget, unread, left, *_: left > NEW_TOKENS)
+    session = Engine(lm, drafter).open(2, 90, Sampling())
+    for row, limit in enumerate((NEW_TOKENS, 3 * NEW_TOKENS)):
+        session.admit(row, Request(PROMPTS[1], limit))
+    session.step(drafts=False)
+    assert drafter.n_read == [0, 0]
+    first, second = session.step()
+    assert first.drafted == 0 < second.drafted and drafter.n_read[1] > 0
+    assert native == (drafter.n_read[0] == 0)  # tensors draft for all rows or none
+
+
 @pytest.mark.parametrize("early_exit", [False, True], ids=["draft model", "layerskip"])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_rounds_are_those_of_transformers_assisted_generation(case, steps, early_exit):
     """Same drafts, same acceptance: an implementation that is not ours."""
     model = cases.first_layers(case.lm, 2) if early_exit else draft_model(case.lm, case.adapter)
-    # of no text: transformers 5.23 lets its assistant see none (`examples/assistant_mask.py`)
+    # of no text: transformers 5.23 drops a mask that hides nothing, and then its assistant takes
+    # pad tokens of the text for padding
     options = {"assistant_model": model, "pad_token_id": VOCABULARY}
     config = model.generation_config
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = steps, "constant"

@@ -1,6 +1,7 @@
 """Every drafter writes what vanilla decoding writes, whatever the sampling, batch or model.
 
-The fast tests have every pair of these for every method, the slow ones all together.
+The fast tests have every pair of these for every method, but its pairs with some families; the slow
+ones have all together.
 """
 
 import itertools

@@ -3,6 +3,8 @@
 Shapes: V vocabulary.
 """
 
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 
@@ -26,17 +28,28 @@ VARIANTS = [pytest.param(x, marks=pytest.mark.slow) for x in DRAFTERS if x not i
 
 class Matcher:
     """A grammar in llguidance's interface: what may follow depends on the last two tokens. After
-    six tokens it allows `END` alone; once that is read it has stopped, and reads no more."""
+    six tokens it allows `END` alone; once that is read it has stopped, and reads no more. So it is
+    after an error, which `fatal` tokens are, and which no rollback mends."""
 
-    def __init__(self) -> None:
+    def __init__(self, fatal: Sequence[int] = ()) -> None:
         self.tokens = [0, 1]
+        self.fatal = fatal
+
+    def deep_copy(self) -> "Matcher":
+        return deepcopy(self)
+
+    def is_error(self) -> bool:
+        return any(token in self.fatal for token in self.tokens)
+
+    def get_error(self) -> str:
+        return "too deep"
 
     def is_stopped(self) -> bool:
-        return len(self.tokens) > 8
+        return len(self.tokens) > 8 or self.is_error()
 
     def allowed_V(self) -> np.ndarray:
         tokens_V = np.arange(VOCABULARY)
-        if len(self.tokens) >= 8:
+        if len(self.tokens) >= 8 or self.is_error():
             return tokens_V == END
         last, before = self.tokens[-1], self.tokens[-2]
         return (tokens_V * 7 + 3 * last + before) % 3 == 0
@@ -49,6 +62,7 @@ class Matcher:
         return len(tokens)
 
     def rollback(self, count: int) -> None:
+        assert not self.is_error()
         del self.tokens[len(self.tokens) - count :]
 
     def compute_bitmask(self) -> bytes:
@@ -115,6 +129,20 @@ def test_a_request_may_ask_for_no_drafts(family):
     drafted = [sum(step.drafted for step in done[i].steps) for i in range(4)]
     assert drafted[1] == drafted[3] == 0 and drafted[0] > 0 and drafted[2] > 0
     assert [done[i].tokens for i in range(4)] == vanilla_texts(family, "greedy")
+
+
+def test_a_draft_token_that_the_grammar_cannot_read_changes_no_other_node():
+    plain, fragile = (Constraint(VOCABULARY, {}, Matcher(fatal)) for fatal in ((), (3,)))
+    for each in (plain, fragile):
+        each.advance([6])
+    nodes = [6, 2, 3, 9, 8], [0, 0, 1, 1, 0]
+    assert plain.matcher.allowed_V()[[2, 8]].all()
+    expected_NV, biases_NV = plain.after(*nodes), fragile.after(*nodes)
+    others = [0, 1, 3, 4]
+    assert np.array_equal(biases_NV[others], expected_NV[others])
+    assert np.array_equal(fragile.after([6], [0]), plain.after([6], [0]))
+    with pytest.raises(RuntimeError, match="too deep"):
+        fragile.advance([2, 3])
 
 
 def test_a_bias_of_no_token_is_an_error():

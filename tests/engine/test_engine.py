@@ -191,6 +191,20 @@ def test_streams_take_turns_and_one_whose_place_is_taken_is_refused_not_mixed_up
         session.stream(Request(first, 8))
 
 
+def test_a_row_whose_shared_prefix_was_not_copied_whole_is_no_prefix_of_others(monkeypatch):
+    lm, (first, second) = tiny(), random_prompts(20, 30)
+    engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm)), prefix_cache=True)
+    session = engine.open(2, 60, Sampling())
+    for row, prompt in enumerate((first, second)):
+        session.admit(row, Request(prompt, 1))
+    monkeypatch.setattr(engine.drafter, "copy_prefix", None)
+    with pytest.raises(TypeError):
+        session.admit(1, Request([*first[:15], *second], 4))
+    monkeypatch.undo()
+    done = session.admit(1, Request(second, 1))
+    assert done.reused == 0 and second + done.tokens == vanilla_texts(lm, [second], 1)[0]
+
+
 @pytest.fixture
 def ends_with(case, monkeypatch):
     return lambda *ids: monkeypatch.setattr(case.lm.hf.generation_config, "eos_token_id", list(ids))

@@ -135,6 +135,14 @@ def test_a_claim_is_checked_and_its_reason_is_told_only_if_it_does_not_agree(res
     assert reasons == ["- *and it is not* (disagrees): It is not."]
 
 
+def test_a_value_that_the_paper_gives_for_no_place_stands_for_its_row(tmp_path):
+    tree = {"drafter.top_k": 10, "drafter.nodes": 32}
+    finish(tmp_path / "kangaroo_tree,top_k=10,nodes=32", answered(1.0), **tree)
+    finish(tmp_path / "kangaroo", answered(1.1))
+    rows = report.claim_rows(read_study(composed("tree").study, tmp_path))
+    assert [row["the paper"] for row in rows] == ["-", "1.72 > 1.50"]
+
+
 def test_what_was_not_measured_is_left_out_and_what_was_asked_otherwise_refused(results, tmp_path):
     shutil.rmtree(results / FAST)
     assert read_study(STUDY, results).checked == []

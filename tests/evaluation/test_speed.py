@@ -1,17 +1,21 @@
 """The speed benchmark: what is counted and how, never how fast this machine is. And transformers'
 `generate` as a baseline: the same decoder whatever the model asks for."""
 
+import itertools
 import json
 from importlib.metadata import version
 
+import helpers
 import pytest
 from helpers import adapter_for, chain_of, random_prompts, tiny, tiny_model, vanilla_texts
 from rich.console import Console
 from transformers import GenerationConfig
 
-from kangaroo.drafters.vanilla import Vanilla
+from kangaroo.drafters.kangaroo import KangarooConfig
+from kangaroo.drafters.vanilla import Vanilla, VanillaConfig
 from kangaroo.engine.engine import Engine
 from kangaroo.engine.requests import Generation, StepRecord
+from kangaroo.engine.session import Session
 from kangaroo.evaluation import speed
 from kangaroo.evaluation.bench import BenchConfig
 from kangaroo.evaluation.methods import generate
@@ -105,17 +109,33 @@ def test_a_batch_whose_cache_has_no_room_is_left_out(monkeypatch, caplog):
     lm = tiny(num_hidden_layers=LAYERS)
     of_row = LAYERS * KV * (12 + 8)
     monkeypatch.setattr(memory, "free", lambda device: 3 * of_row)
-    engines = [Engine(lm, each) for each in (Vanilla(), chain_of(lm, adapter_for(lm)))]
-    rows = throughput(engines, random_prompts(12, 9), 8, [1, 2, 4])
-    assert [row["batch"] for row in rows] == [1, 2] and all(row["speedup"] > 0 for row in rows)
-    assert f"batch 4 is left out: its cache would take {4 * of_row} bytes" in caplog.text
+    engines = {"vanilla": Engine(lm, Vanilla()), "mine": Engine(lm, chain_of(lm, adapter_for(lm)))}
+    rows = throughput(engines, random_prompts(12, 9), 8, [1, 2], repeats=3)
+    assert [row["batch"] for row in rows] == [1]
+    assert 0 < rows[0]["lowest"] <= rows[0]["speedup"] <= rows[0]["highest"]
+    assert f"batch 2 is left out: its caches would take {4 * of_row} bytes" in caplog.text
+
+
+def test_engines_take_turns_step_by_step_until_each_has_a_whole_text(monkeypatch):
+    lm = tiny()
+    prompts = random_prompts(12, 9)
+    engines = [
+        Engine(lm, each) for each in (Vanilla(), helpers.oracle(vanilla_texts(lm, prompts, 9)))
+    ]
+    turns, step, clock = [], Session.step, itertools.count()
+    monkeypatch.setattr(Session, "step", lambda self: turns.append(self.engine) or step(self))
+    monkeypatch.setattr(speed, "now", lambda device: next(clock))
+    rates = speed.tokens_per_second(engines, prompts, 9)
+    vanilla, oracle = ([i for i, engine in enumerate(turns) if engine is x] for x in engines)
+    assert vanilla[: len(oracle)] == [i - 1 for i in oracle] and len(vanilla) == 8 > len(oracle)
+    assert rates[0] == 2 and rates[1] > 3  # every step takes a second
 
 
 def test_the_whole_benchmark_on_a_tiny_model(tmp_path):
     lm = tiny(vocab_size=259, max_position_embeddings=4096)
-    drafter = chain_of(lm, adapter_for(lm), 3, 0.0)
-    with pytest.raises(ConfigError, match=r"drafter=kangaroo\. evaluate\.py measures others"):
-        speed.measure(lm, byte_tokenizer(), Vanilla(), speed.SpeedConfig())
+    drafter = KangarooConfig(adapter="untrained:2", steps=3, threshold=0)
+    with pytest.raises(ConfigError, match="vanilla is measured beside a drafter; pass drafter="):
+        speed.measure(lm, byte_tokenizer(), VanillaConfig(), speed.SpeedConfig())
     with pytest.raises(ConfigError, match=r"no context of speed\.contexts=\[9999\] fits"):
         speed.measure(lm, byte_tokenizer(), drafter, speed.SpeedConfig(contexts=[9999]))
     config = speed.SpeedConfig(prompts=2, max_new_tokens=8, repeats=1, bandwidth_megabytes=1)

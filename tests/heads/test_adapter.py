@@ -21,6 +21,7 @@ from kangaroo.heads.medusa_heads import MedusaHeads, MedusaHeadsConfig
 from kangaroo.models.target import TargetModel
 from kangaroo.training.recipe import trainees
 from kangaroo.utils.errors import AdapterMismatch, AdapterNotFound, ConfigError, CorruptFile
+from kangaroo.utils.folders import project_folder
 
 TRAINED = {KangarooConfig: adapter_for, EagleConfig: eagle_for, Eagle3Config: eagle3_for}
 TRAINED[MedusaConfig] = lambda lm: MedusaHeads(lm, MedusaHeadsConfig())
@@ -106,6 +107,13 @@ def test_a_missing_adapter_is_the_one_that_training_saved(lm, saved, tmp_path, m
         assert find("adapters/mine") == Path("adapters/mine")
     message = f"'adapters/mine' drafts; drafter.adapter= takes what was trained here: {left}"
     assert message in caplog.text
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-fused", "qwen2.5-coder-0.5b"])
+def test_what_is_shipped_is_found_from_any_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = f"adapters/{name.removesuffix('-fused')}-fused"  # by the default drafter
+    assert find(asked) == project_folder("adapters") / name
 
 
 def test_an_adapter_that_is_nowhere_names_what_was_tried(lm, saved, monkeypatch):

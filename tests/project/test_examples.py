@@ -19,18 +19,14 @@ RUNS = {
     "generate.py": (f"{TINY} --max-new-tokens 8", "".join(rf"\n> {x}.*" for x in ASKED)),
     "train_adapter.py": ("--output {here}", r"attention-exit2 is trained; with it .*\n'.+'\n$"),
     "add_a_drafter.py": ("--model tiny", "writes the same: True"),
-    # if it says 3 passes twice, transformers is mended: drop `with_mask` of the tests, too
-    "assistant_mask.py": ("", r"5\]: 3 passes\n.*5\]: \d{2} passes\n$"),
     "fine_tune.py": (TUNING, r"files, \d+ tokens.*tuned is fine-tuned"),
     "long_prompts.py": (f"{OUTPUT}/x.jsonl --lengths 100 200", "4 questions of 100, 200 tokens"),
 }
-FAST = {"assistant_mask.py"}
 EXAMPLES = [path.name for path in (ROOT / "examples").glob("*.py")]
 
 
-@pytest.mark.parametrize(
-    "example", [pytest.param(e, marks=[pytest.mark.slow] * (e not in FAST)) for e in EXAMPLES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_runs(example, tmp_path):
     options, expected = RUNS[example]
     printed = typed(f"examples/{example}", *options.format(here=tmp_path).split(), cwd=ROOT)

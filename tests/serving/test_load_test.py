@@ -13,6 +13,7 @@ from kangaroo.utils.errors import ConfigError
 
 sys.path.append(str(ROOT / "integrations/load_test"))
 load_test = import_module("load_test")
+load_report = import_module("load_report")
 SPEED = {"vanilla": {1: 10.0, 4: 30.0, 16: 60.0}, "ours": {1: 15.0, 4: 33.0, 16: 57.0}}
 
 
@@ -39,7 +40,7 @@ def summary_of(measured, **settings):
     settings |= {"bench": "demo", "max_new_tokens": 5}
     begun = {"command": "it", "git_revision": "abc", "time": "now"}
     begun["hardware"] = {"cpu": "x", "threads": 2, "cuda": None}
-    return load_test.summarise(measured, {"settings": settings, "provenance": begun})
+    return load_report.summarise(measured, {"settings": settings, "provenance": begun})
 
 
 def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
@@ -54,16 +55,16 @@ def test_methods_take_turns_and_ratios_are_taken_within_rounds(tmp_path):
         (tmp_path / "cell.json").write_text(written(texts, speed))
         measured[cell] = load_test.read(tmp_path / "cell.json", 2, 5)
     summary = summary_of(measured, requests=2, temperature=0.0, stream=True)
-    page = load_test.markdown(summary)
+    page = load_report.markdown(summary)
     assert "| 4 | ours | 16.5 (1.10x) | 60.6 (0.91x) | 30.3 (0.91x) | 0.5 (0.91x) |" in page
     assert "| 6/6 |" in page and "| 3/6 |" in page
     assert "more tokens/s than vanilla in every round with 1, 4 users, fewer with 16." in page
     assert "| 0.95-0.95 |" in page and "temperature 0, streamed" in page
-    load_test.curves(summary).savefig(tmp_path / "load.png")
+    load_report.curves(summary).savefig(tmp_path / "load.png")
     alone = {cell: numbers for cell, numbers in measured.items() if cell.method == "ours"}
     summary = summary_of(alone, requests=2, temperature=0.0, stream=True)
-    assert summary["verdicts"] == [] and "x)" not in load_test.markdown(summary)
-    load_test.curves(summary).savefig(tmp_path / "load.png")
+    assert summary["verdicts"] == [] and "x)" not in load_report.markdown(summary)
+    load_report.curves(summary).savefig(tmp_path / "load.png")
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,10 @@ def test_answers_that_are_not_streamed_have_no_first_token(tmp_path):
         (tmp_path / "cell.json").write_text(json.dumps(file))
         measured[cell] = load_test.read(tmp_path / "cell.json", 1, 5)
     summary = summary_of(measured, requests=1, temperature=1.0, stream=False)
-    page = load_test.markdown(summary)
+    page = load_report.markdown(summary)
     assert "temperature 1, not streamed" in page
     assert "| 1 | ours | 15.0 (1.50x) | - | - | 0.5 (0.67x) | 1.50-1.50 | - |" in page
-    assert len(load_test.curves(summary).axes) == 2
+    assert len(load_report.curves(summary).axes) == 2
 
 
 def run(folder, *words, ask):

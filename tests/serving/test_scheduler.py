@@ -148,7 +148,9 @@ def test_closing_finishes_what_there_is_and_takes_nothing_more():
     with scheduling(max_batch_size=1) as scheduler:
         jobs = [job_of([5 + i], 20) for i in range(4)]
         scheduler.submit(*jobs)
+        assert scheduler.accepts
         scheduler.close(60)
+        assert not scheduler.accepts
         assert [job.finish for job in jobs] == ["length"] * 4
         with pytest.raises(Closing, match="shutting down"):
             scheduler.submit(jobs[0])
@@ -213,7 +215,7 @@ def check_others(scheduler: Scheduler, jobs: list[Heard]) -> None:
     for job in jobs:
         job.check()
         assert job.reused < len(job.request.prompt)  # that of a second admission is not told
-    assert scheduler.alive
+    assert scheduler.accepts
     written(scheduler, [9, 8, 7])
     assert scheduler.load == NOTHING_TO_DO and sorted(scheduler.idle) == [0, 1, 2]
     assert scheduler.engine.session.batch.done == [True] * 3
@@ -316,6 +318,6 @@ def test_decoding_ends_for_all_where_no_batch_can_be_opened(monkeypatch, begun):
         scheduler.submit(*jobs)
         assert all(job.ended.wait(60) for job in jobs)
         assert {job.finish for job in jobs} == {STOPPED} and opened == [0, 1, 2]
-        assert not scheduler.alive and "RuntimeError: open, call 2" in scheduler.failure
+        assert not scheduler.accepts and "RuntimeError: open, call 2" in scheduler.failure
         with pytest.raises(Closing, match="RuntimeError"):
             scheduler.submit(jobs[0])

@@ -105,13 +105,15 @@ def claim_rows(study: Study) -> list[Row]:
 
 
 def published_values(study: Study, claim: Claim) -> str:
-    """The paper's two values, of the first model that it gives both for; "-" without any."""
+    """The paper's two values, of the first model that it gives both for; "-" without any. A value
+    that it gives for no `x` stands for all of its row."""
     of_tasks = study.config.x == "task"
     cells = {p.source: (p.curve, p.x) for p in study.points if p.x == OVERALL or not of_tasks}
     for model in dict.fromkeys(point.model for point in study.published):
         points = [point for point in study.published if point.model == model]
         values = {(p.curve, p.x): p.values.get(claim.metric) for p in points}
-        more, less = (values.get(cells[name]) for name in (claim.more, claim.less))
+        places = [cells[name] for name in (claim.more, claim.less)]
+        more, less = (values.get((row, x), values.get((row, None))) for row, x in places)
         if more and less:
             return f"{number(more.value)} > {number(less.value)}"
     return "-"
