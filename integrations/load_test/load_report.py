@@ -85,9 +85,11 @@ def verdict(rows: list[dict[str, Any]], method: str) -> str:
     own = {row["users"]: row["of_vanilla_range"] for row in rows if row["method"] == method}
     more = [str(users) for users, (lowest, _) in own.items() if lowest > 1]
     fewer = [str(users) for users, (_, highest) in own.items() if highest < 1]
-    faster = f"with {', '.join(more)} users" if more else "with no number of users"
-    slower = f"with {', '.join(fewer)}" if fewer else "with none"
-    return f"{method} writes more tokens/s than vanilla in every round {faster}, fewer {slower}."
+    faster, slower = (f"at {', '.join(x)}" if x else "at none" for x in (more, fewer))
+    return (
+        f"{method} writes more tokens/s than vanilla in every round {faster}, fewer {slower} of "
+        "these numbers of users."
+    )
 
 
 def markdown(summary: dict[str, Any]) -> str:

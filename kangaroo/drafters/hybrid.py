@@ -26,6 +26,7 @@ from kangaroo.models.target import TargetModel
 from kangaroo.utils.ranges import DraftSize, Positive
 
 CHOICES = 3  # candidates for each token of the chain
+SURE = 0.75  # if not even tokens of this chance pay, sources are not asked: that takes time, too
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -97,7 +98,7 @@ class FromSources(Drafter):
     def may_pay(self) -> bool:
         """Whether a sure token would pay; otherwise sources need not be updated, nor prompts read.
         What they miss, they learn later."""
-        return self.costs.min_chance < 1
+        return self.costs.min_chance < SURE
 
     def update_sources(self, batch: Batch, row: int) -> Sources:
         """A row's sources for a new round; they have learned from the last one, without a chain."""
