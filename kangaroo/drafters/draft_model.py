@@ -6,6 +6,7 @@ Shapes: B rows, N draft nodes, T tokens of a prefill chunk, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 import torch
@@ -80,21 +81,19 @@ class DraftModelConfig(ChainConfig):
         return self.adapter
 
 
-def repays(
-    budget: Budget, unread: int, left: int, steps: int, drafting: float, rows: int = 1
-) -> bool:
-    """Whether drafts for the `left` tokens of a text, as often right as those of the batch so far,
-    are expected to save the time in which a draft model first reads `unread` tokens. A token takes
-    the share `drafting` of the target's; `rows` texts are decoded."""
-    if unread <= steps or budget.always:
-        return True
-    reading = drafting * unread * budget.cost(1, NODES_READ)[-1] / (NODES_READ + 1)
+def tokens_to_repay(budget: Budget, steps: int, drafting: float, rows: int) -> float:
+    """How many tokens a text must still get for each one that a draft model reads first, if drafts,
+    as often right as those of the batch so far, are to save that time. A token takes the share
+    `drafting` of the target's; `rows` texts are decoded."""
+    if budget.always:
+        return 0.0
     costs = budget.cost(rows, steps)
     right = budget.share_right
     written = list(accumulate(right**n for n in range(steps + 1)))  # by a round's drafted tokens
     saved = max(1 - (costs[n] + n * drafting) / written[n] for n in range(1, steps + 1))
+    reading = drafting * budget.cost(1, NODES_READ)[-1] / (NODES_READ + 1)
     step = budget.cost(1, rows - 1)[-1] / rows  # a row's part of a step, in a lone text's steps
-    return left * saved * step > budget.min_gain_per_step(rows) * reading
+    return budget.min_gain_per_step(rows) * reading / (saved * step) if saved > 0 else inf
 
 
 def check_tokens(target: PretrainedConfig, draft: PretrainedConfig) -> None:
@@ -204,12 +203,14 @@ class DraftModel(Autoregressive):
 
     def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
         limits = super().limits(batch, rows, share)
-        for row in rows if self.auto else ():
-            length = len(batch.texts[row])
-            unread, left = length - self.n_read[row], batch.limits[row] - length
+        if self.auto:
             cost = share * self.draft_cost
-            if not repays(batch.budget, unread, left, self.steps, cost, len(rows)):
-                limits[row] = 1
+            needed = tokens_to_repay(batch.budget, self.steps, cost, len(rows))
+            for row in rows:
+                length = len(batch.texts[row])
+                unread, left = length - self.n_read[row], batch.limits[row] - length
+                if unread > self.steps and left < needed * unread:
+                    limits[row] = 1
         return limits
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:

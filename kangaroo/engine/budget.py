@@ -53,20 +53,20 @@ class Budget:
     def limits(self, rows: Sequence[int], nodes: int, drafting: float, auto: bool) -> np.ndarray:
         """The limits, `[rows, nodes]`, that the product of the confidences in the first n tokens of
         a row's chain has to exceed for one more token, which costs `drafting` vanilla steps. With
-        `auto` that product times the share of right tokens in the text, the chance that this one
-        is right, has to pay for drafting and verifying it. Otherwise the drafter's threshold
-        decides, within what a batch allows."""
+        `auto` that product times the share of right tokens in the text has to pay for drafting and
+        verifying it. Otherwise the drafter's threshold decides, within what a batch allows."""
         if not auto:
-            chances = self.min_chain_chances(len(rows), nodes, drafting)
-            return np.tile(np.array(chances, np.float32), (len(rows), 1))
+            chances = [self.min_chain_chances(len(rows), nodes, drafting)]
+            return np.array(chances * len(rows), np.float32).reshape(len(rows), nodes)
         gain = self.min_gain_per_step(len(rows))
-        shares = [(self.right[x] + ROW_PRIOR_RIGHT) / (self.tried[x] + ROW_PRIOR) for x in rows]
-        needed = np.array(self.min_node_chances(len(rows), nodes, auto)) + gain * drafting
-        limits = (needed / np.array(shares)[:, None]).astype(np.float32)
-        if gain == MIN_GAIN_ALONE and needed[0] < 1:  # it pays if all tokens are right
-            untried = [self.tried[x] < UNTRIED for x in rows]
-            limits[untried, 0] = limits[untried, 0].clip(max=TRY)
-        return limits
+        needed = [x + gain * drafting for x in self.min_node_chances(len(rows), nodes, auto)]
+        limits = []
+        for row in rows:
+            share = (self.right[row] + ROW_PRIOR_RIGHT) / (self.tried[row] + ROW_PRIOR)
+            limits.append([chance / share for chance in needed])
+            if gain == MIN_GAIN_ALONE and needed[0] < 1 and self.tried[row] < UNTRIED:
+                limits[-1][0] = min(limits[-1][0], TRY)  # it pays if all tokens are right
+        return np.array(limits, np.float32).reshape(len(rows), nodes)
 
     def min_chain_chances(self, rows: int, nodes: int, drafting: float = 0.0) -> list[float]:
         """By n, how likely the first n tokens of a chain have to be right for one more to pay; 0

@@ -189,8 +189,10 @@ def tokens_per_second(
             session.admit(row, Request(prompt, new_tokens, ignore_eos=True))
         sessions.append(session)
     written, seconds = np.zeros((2, len(sessions)))
+    order = 1  # each comes first in turn
     while writing := [i for i, session in enumerate(sessions) if not any(session.batch.done)]:
-        for i in writing:
+        order = -order
+        for i in writing[::order]:
             start = now(engines[i].lm.device)
             written[i] += sum(len(record.tokens) for record in sessions[i].step())
             seconds[i] += now(engines[i].lm.device) - start

@@ -141,8 +141,8 @@ def test_a_draft_model_reads_no_text_without_a_draft(case, native, monkeypatch):
         lm, model = lm.compile_for_decoding(), model.compile_for_decoding()
     drafter = DraftModel(lm, model, steps=3, threshold="auto")
     drafter.draft_cost = 0.0
-    repays = "kangaroo.drafters.draft_model.repays"
-    monkeypatch.setattr(repays, lambda budget, unread, left, *_: left > NEW_TOKENS)
+    needed = NEW_TOKENS / len(PROMPTS[1])
+    monkeypatch.setattr("kangaroo.drafters.draft_model.tokens_to_repay", lambda *_: needed)
     session = Engine(lm, drafter).open(2, 90, Sampling())
     for row, limit in enumerate((NEW_TOKENS, 3 * NEW_TOKENS)):
         session.admit(row, Request(PROMPTS[1], limit))

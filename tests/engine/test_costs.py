@@ -14,7 +14,7 @@ from cases import DRAFTERS, Case
 from helpers import adapter_for, chain_of, graphed, random_prompts, tiny, tree_of, vanilla_texts
 
 from kangaroo.cpu.huge_pages import LINE, PAGE, move_to_huge_pages, zeros
-from kangaroo.drafters.draft_model import repays
+from kangaroo.drafters.draft_model import tokens_to_repay
 from kangaroo.drafters.hybrid import Hybrid, HybridConfig
 from kangaroo.engine import costs
 from kangaroo.engine.budget import Budget
@@ -202,16 +202,14 @@ def test_a_row_that_was_wrong_needs_surer_tokens_until_another_text_takes_it():
 def test_a_draft_model_reads_no_prompt_that_its_drafts_cannot_repay(monkeypatch, compiled):
     dear = VerifyCosts([1, 2, 64], [1.0, 1.0, 20.0], 0.5)  # a token of a prompt costs a third
     budget = Budget(dear.curve)
-    assert not repays(budget, 300, 20, steps=4, drafting=0.1)
-    assert repays(budget, 300, 2000, steps=4, drafting=0.1)
-    assert repays(budget, 3, 1, steps=4, drafting=0.1)  # its own last tokens
-    assert not repays(Budget(STEEP.curve), 300, 1_000_000, steps=4, drafting=0.1)
-    assert repays(Budget(STEEP.curve, always=True), 300, 20, steps=4, drafting=0.1)
-    assert repays(budget, 300, 1000, steps=4, drafting=0.1)
-    assert not repays(budget, 300, 1000, steps=4, drafting=0.1, rows=2)  # where 2 x is asked for
+    needed = tokens_to_repay(budget, steps=4, drafting=0.1, rows=1)
+    assert 0.1 < needed < 0.5 < tokens_to_repay(budget, 4, 0.3, 1)
+    assert needed < tokens_to_repay(budget, 4, 0.1, rows=2)  # where twice the gain is asked for
+    assert tokens_to_repay(Budget(STEEP.curve), 4, 0.1, 1) == float("inf")
+    assert tokens_to_repay(Budget(STEEP.curve, always=True), 4, 0.1, 1) == 0
     for _ in range(40):
         budget.observe(0, drafted=1, accepted=0)
-    assert not repays(budget, 300, 2000, steps=4, drafting=0.1)  # such drafts are mostly wrong
+    assert needed < tokens_to_repay(budget, 4, 0.1, 1)  # such drafts are mostly wrong
 
     lm = tiny().compile_for_decoding() if compiled else tiny()
     drafter = DRAFTERS["draft-model-auto"](Case(lm, adapter_for(lm), []))
