@@ -202,7 +202,7 @@ class DraftModel(Autoregressive):
             self.n_read[row] = min(self.n_read[row], len(batch.texts[row]) - 1 - self.window)
 
     def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
-        limits = super().limits(batch, rows, share)
+        idle = []
         if self.auto:
             cost = share * self.draft_cost
             needed = tokens_to_repay(batch.budget, self.steps, cost, len(rows))
@@ -210,7 +210,11 @@ class DraftModel(Autoregressive):
                 length = len(batch.texts[row])
                 unread, left = length - self.n_read[row], batch.limits[row] - length
                 if unread > self.steps and left < needed * unread:
-                    limits[row] = 1
+                    idle.append(row)
+        if len(idle) == len(rows):  # the rest would take longer than this
+            return np.ones((batch.size, self.steps), np.float32)
+        limits = super().limits(batch, rows, share)
+        limits[idle] = 1
         return limits
 
     def draft(self, batch: Batch, limits: np.ndarray) -> Draft:
