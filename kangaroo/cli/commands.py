@@ -270,7 +270,6 @@ def _log_estimate(config: schema.TrainCommand, ranks: Ranks, trains: bool = True
         trainer=config.trainer,
         processes=ranks.world,
         trains=trains,
-        asked=config.estimate,
     )
     for line in lines:
         log.info("%s", line)

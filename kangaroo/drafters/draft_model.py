@@ -31,6 +31,7 @@ from kangaroo.utils.memory import weight_bytes
 from kangaroo.utils.ranges import DraftSize
 
 NODES_READ = 63  # nodes of the pass whose cost tells that of reading a prompt
+HOPED_RIGHT = 20  # right drafts that are counted before any was tried, since only trying tells
 
 
 @dataclass
@@ -83,12 +84,12 @@ class DraftModelConfig(ChainConfig):
 
 def tokens_to_repay(budget: Budget, steps: int, drafting: float, rows: int) -> float:
     """How many tokens a text must still get for each one that a draft model reads first, if drafts,
-    as often right as those of the batch so far, are to save that time. A token takes the share
-    `drafting` of the target's; `rows` texts are decoded."""
+    as often right as those of the session so far, are to save that time. At first all are hoped to
+    be right. A token takes the share `drafting` of the target's; `rows` texts are decoded."""
     if budget.always:
         return 0.0
     costs = budget.cost(rows, steps)
-    right = budget.share_right
+    right = (budget.first_right + HOPED_RIGHT) / (budget.first_tried + HOPED_RIGHT)
     written = list(accumulate(right**n for n in range(steps + 1)))  # by a round's drafted tokens
     saved = max(1 - (costs[n] + n * drafting) / written[n] for n in range(1, steps + 1))
     reading = drafting * budget.cost(1, NODES_READ)[-1] / (NODES_READ + 1)

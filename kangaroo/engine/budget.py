@@ -74,12 +74,8 @@ class Budget:
         if self.min_gain_per_step(rows) == MIN_GAIN_ALONE:
             return [0.0] * nodes
         gains = self.min_node_chances(rows, nodes)
-        return [(MIN_GAIN * drafting + gain) / self.share_right for gain in gains]
-
-    @property
-    def share_right(self) -> float:
-        """How often a draft's first token was right in this batch."""
-        return (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
+        right = (self.first_right + PRIOR_RIGHT) / (self.first_tried + PRIOR)
+        return [(MIN_GAIN * drafting + gain) / right for gain in gains]
 
     def min_node_chances(self, rows: int, nodes: int, auto: bool = False) -> list[float]:
         """How likely each of `nodes` nodes has to be right to pay for its verification; 0 for a

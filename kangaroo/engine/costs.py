@@ -105,9 +105,10 @@ def verify_costs(lm: TargetModel) -> VerifyCosts:
 def measure(lm: TargetModel) -> tuple[VerifyCosts, bool]:
     """The fastest pass of each width, and whether the machine was at rest meanwhile."""
     widths = [width for width in WIDTHS if context(lm) + width <= lm.context]
-    start, others = time.monotonic(), seconds_of_others()
+    start = time.monotonic()
+    before = seconds_of_others()
     passes = verifications(lm, widths, range(lm.n_layers), context(lm)).values()
-    others = seconds_of_others() - others
+    others = seconds_of_others() - before
     processors = (psutil.cpu_count() or 1) * (time.monotonic() - start)
     seconds = list(accumulate(map(min, passes), max))
     on_gpu = lm.device.type == "cuda"

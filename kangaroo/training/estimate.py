@@ -42,7 +42,6 @@ from kangaroo.training.targets import Data, is_made, layers_read, writes_nothing
 from kangaroo.utils import memory
 from kangaroo.utils.errors import ConfigError
 from kangaroo.utils.ranks import ALONE
-from kangaroo.utils.tables import durations
 
 FIXES = {  # by the part that needs the most memory
     "target": "Choose a smaller model, or spread it: trainer.shard_target=true in several "
@@ -60,6 +59,7 @@ LEARNT = 0.75  # the assistant's share
 CACHES = 1 << 27  # bytes of weights, so many that a processor reads them anew for every pass
 WRITTEN = 8  # tokens of each text that are written to measure
 LONG = 10.0  # seconds
+UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 @dataclass(frozen=True)
@@ -340,6 +340,13 @@ def check_writing(
     return sum(parts.values())
 
 
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which there are two."""
+    unit = next((unit for unit, size in UNITS.items() if seconds >= 2 * size), "seconds")
+    value = seconds / UNITS[unit]
+    return f"{value:.{0 if value >= 10 else 1}f} {unit}"
+
+
 def forecast(
     lm: TargetModel,
     recipes: Sequence[AdapterRecipe],
@@ -348,10 +355,8 @@ def forecast(
     trainer: TrainerConfig,
     processes: int,
     trains: bool = True,
-    asked: bool = False,
 ) -> list[str]:
-    """Log lines on a run's memory and time. Errors: `ConfigError` if it cannot run like this; if
-    that is `asked` for on a GPU, with the time that it would take."""
+    """Log lines on a run's memory and time. Errors: `ConfigError` if it cannot run like this."""
     training_model = replace(model, device_map=None) if trainer.shard_target else model
     # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
     writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
@@ -361,38 +366,28 @@ def forecast(
     if trainer.shard_target and writes_nothing(data, lm):  # the first process alone reads it
         writer = replace(writer, free=writer.free * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     kept = layers_read(lm, recipes, trainer, data)
+    needed = check_writing(lm, data, text, writer, kept)
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)
     plan = Plan(
         lm, recipes, replace(trainer, loss_chunk=chunk), text=text, processes=processes, kept=kept
     )
-    if trains and not is_made(data, lm):  # else its source may have grown
-        batches.check_holdout(trainer.holdout, len(text.lengths))
-
-    def time() -> str:
-        seconds = {"writing the data": writing_seconds(lm, data, text, writer.device, processes)}
-        return durations(seconds | (plan.seconds(devices.device) if trains else {}))
-
-    try:
-        needed = check_writing(lm, data, text, writer, kept)
-        if trains:
-            devices.check("training", plan.memory())
-            needed = max(needed, sum(plan.memory().values()))
-    except ConfigError as error:
-        measured = plan.memory() | {"target": target_bytes(_some_layers(lm, "meta"))}
-        # on a CPU it would take minutes to measure what nobody will wait for
-        if not asked or devices.device == "cpu" or sum(measured.values()) > devices.free:
-            raise
-        raise ConfigError(f"{error} With room for it, it would take {time()}.") from None
-    took = time()
+    if trains:
+        if not is_made(data, lm):  # else its source may have grown
+            batches.check_holdout(trainer.holdout, len(text.lengths))
+        devices.check("training", plan.memory())
+        needed = max(needed, sum(plan.memory().values()))
+    seconds = {"writing the data": writing_seconds(lm, data, text, writer.device, processes)}
+    seconds |= plan.seconds(devices.device) if trains else {}
     memory.give_back()
     # a CPU's memory has the program, too
     needed += psutil.Process().memory_info().rss if devices.device == "cpu" else 0
+    times = ", ".join(f"{duration(time)} for {part}" for part, time in seconds.items() if time)
     return [
         f"on {processes} x {devices.name}, {devices.free / 1e9:.1f} GB free for each",
         f"expect {f'{plan.steps} steps and ' if trains else ''}about {needed / 1e9:.1f} GB of "
         f"memory in each process, for {len(text.lengths)} conversations, {sum(text.lengths)} "
         f"tokens ({text.source})",
-        f"expect {took}",
+        f"expect about {duration(sum(seconds.values()))}: {times or 'nothing is to be done'}",
     ]
 
 

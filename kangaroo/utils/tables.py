@@ -10,8 +10,6 @@ from rich.text import Text
 # Cells by their headings. All rows of a table have the headings of the first.
 Row = dict[str, str]
 
-UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
-
 
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a Markdown table; all columns but the first are right-aligned."""
@@ -79,16 +77,3 @@ def short(value: float) -> str:
         value /= 1000
         prefix = larger
     return f"{value:.3g}{prefix}"
-
-
-def duration(seconds: float) -> str:
-    """A time in the largest unit of which there are two."""
-    unit = next((unit for unit, size in UNITS.items() if seconds >= 2 * size), "seconds")
-    value = seconds / UNITS[unit]
-    return f"{value:.{0 if value >= 10 else 1}f} {unit}"
-
-
-def durations(seconds: dict[str, float]) -> str:
-    """A time, and that of its parts."""
-    parts = ", ".join(f"{duration(took)} for {part}" for part, took in seconds.items() if took)
-    return f"about {duration(sum(seconds.values()))}: {parts or 'nothing is to be done'}"

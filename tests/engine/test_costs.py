@@ -203,7 +203,7 @@ def test_a_draft_model_reads_no_prompt_that_its_drafts_cannot_repay(monkeypatch,
     dear = VerifyCosts([1, 2, 64], [1.0, 1.0, 20.0], 0.5)  # a token of a prompt costs a third
     budget = Budget(dear.curve)
     needed = tokens_to_repay(budget, steps=4, drafting=0.1, rows=1)
-    assert 0.1 < needed < 0.5 < tokens_to_repay(budget, 4, 0.3, 1)
+    assert 0 < needed < 0.2 < tokens_to_repay(budget, 4, 0.3, 1)
     assert needed < tokens_to_repay(budget, 4, 0.1, rows=2)  # where twice the gain is asked for
     assert tokens_to_repay(Budget(STEEP.curve), 4, 0.1, 1) == float("inf")
     assert tokens_to_repay(Budget(STEEP.curve, always=True), 4, 0.1, 1) == 0
@@ -213,12 +213,13 @@ def test_a_draft_model_reads_no_prompt_that_its_drafts_cannot_repay(monkeypatch,
 
     lm = tiny().compile_for_decoding() if compiled else tiny()
     drafter = DRAFTERS["draft-model-auto"](Case(lm, adapter_for(lm), []))
-    drafter.draft_cost = 0.1
+    drafter.draft_cost = 0.3
     monkeypatch.setitem(costs._verify_costs, lm, dear)
     engine = Engine(lm, drafter)
     for limit, drafts in [(8, False), (60, True)]:
         (done,) = engine.generate(random_prompts(50), limit)
         assert any(step.drafted for step in done.steps) == drafts
+    assert any(step.drafted for step in done.steps[-4:])  # what is left may be as little as it is
 
 
 def test_a_batch_verifies_no_node_of_a_tree_that_is_not_worth_it(monkeypatch):

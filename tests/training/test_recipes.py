@@ -30,12 +30,11 @@ from kangaroo.models.random_models import SHAPES
 from kangaroo.models.target import TargetModel
 from kangaroo.training import backend, batches, estimate
 from kangaroo.training.batches import collate, forward_target
-from kangaroo.training.estimate import Devices, Plan, Text, forecast, writing_seconds
+from kangaroo.training.estimate import Devices, Plan, Text, duration, forecast, writing_seconds
 from kangaroo.training.loop import Trainer
 from kangaroo.training.recipe import TrainerConfig, trainees
 from kangaroo.utils.errors import ConfigError, KangarooError
 from kangaroo.utils.ranks import Ranks
-from kangaroo.utils.tables import duration
 
 OWN = {"smollm2-135m", "tiny"}
 GGUF = {"qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
@@ -209,10 +208,10 @@ def shaped(*overrides):
     return meta_model(config.model), config
 
 
-def foreseen(*overrides, processes=1, **how):
+def foreseen(*overrides, processes=1):
     shapes, config = shaped(*overrides)
     recipes = [config.adapter, *config.more.values()]
-    return forecast(shapes, recipes, config.model, config.data, config.trainer, processes, **how)
+    return forecast(shapes, recipes, config.model, config.data, config.trainer, processes)
 
 
 def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_speed(machine):
@@ -229,7 +228,7 @@ def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_speed(mach
     ("free", "line", "refused"),
     [
         (15, "model=vicuna-7b", r"training takes 1\d\.\d GB .*target 13\.5 GB.*15\.0 GB free"),
-        (70, "model=vicuna-7b trainer.batch_tokens=262144", r"a micro-batch .*batch_tokens="),
+        (80, "model=vicuna-7b trainer.batch_tokens=262144", r"a micro-batch .*batch_tokens="),
         (60, "model=vicuna-33b model.device_map=null", r"target takes 65\.1 GB.*device_map=auto"),
         # 32 layers x 2 x 4096 x 2 bytes x 2048 tokens x 64 texts
         (80, "model=vicuna-7b data.regenerate=true", r"64 texts of .*values 68\.7 GB.*size=61, or"),
@@ -238,13 +237,8 @@ def test_the_papers_training_fits_a_gpu_and_its_time_follows_from_the_speed(mach
 )
 def test_what_cannot_fit_is_refused_with_the_numbers_and_the_fix(machine, free, line, refused):
     machine((A100, int(free * GB)))
-    with pytest.raises(ConfigError, match=refused) as error:
+    with pytest.raises(ConfigError, match=refused):
         foreseen(*line.split())
-    assert "would take" not in str(error.value)
-    with pytest.raises(ConfigError, match=refused) as error:
-        foreseen(*line.split(), asked=True)
-    # what is measured has to fit
-    assert ("would take about" in str(error.value)) == ("batch_tokens" not in line)
 
 
 def test_each_process_counts_its_gpu_or_its_share_of_what_all_have(machine, monkeypatch):
