@@ -67,17 +67,16 @@ def copy_weights(source: nn.Module, target: nn.Module, dtype: torch.dtype) -> No
     prefixes = tuple(f"{name}." for name in packed)
     state = {k: x for k, x in source.state_dict().items() if not k.startswith(prefixes)}
     for name, linear in packed.items():
-        if isinstance(linear, PackedLinear):
-            state |= {f"{name}.weight": linear.widened()}
-            state |= {} if linear.bias is None else {f"{name}.bias": linear.bias}
-            continue
-        identity_II = torch.eye(linear.in_features, dtype=dtype, device=device_of(linear))
-        products_IO = linear(identity_II[None])[0]
         bias_O = getattr(linear, "bias", None)
+        if isinstance(linear, PackedLinear):
+            weight_OI = linear.widened()
+        else:
+            identity_II = torch.eye(linear.in_features, dtype=dtype, device=device_of(linear))
+            products_IO = linear(identity_II[None])[0]
+            weight_OI = (products_IO if bias_O is None else products_IO - bias_O).T
+        state[f"{name}.weight"] = weight_OI
         if bias_O is not None:
             state[f"{name}.bias"] = bias_O
-            products_IO = products_IO - bias_O
-        state[f"{name}.weight"] = products_IO.T
     target.load_state_dict(state)
 
 
@@ -98,21 +97,19 @@ def attention_weights(attention: nn.Module) -> dict[str, Any]:
 
 def feed_forward_weights(feed_forward: nn.Module) -> dict[str, Any]:
     """The weights of a feed-forward part."""
-    names = "gate", "up", "down"
-    return {name: matrix_of(getattr(feed_forward, f"{name}_proj")) for name in names}
+    return {x: matrix_of(getattr(feed_forward, f"{x}_proj")) for x in ("gate", "up", "down")}
 
 
 def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
-    """Whether native code can run a model: of a known family and one dtype, without hooks, sliding
-    windows, layers without RoPE (SmolLM3's) and additional weights (LoRA's). Its matrices are not
-    quantized; with `or_blocks` they may be a GGUF file's blocks."""
+    """Whether native code can run a model: of a known family and one dtype, without others' hooks,
+    sliding windows, layers without RoPE (SmolLM3's) and additional weights (LoRA's). Its matrices
+    are not quantized; with `or_blocks` they may be a GGUF file's blocks."""
     packed = packed_linears(hf).values()
     known = all(or_blocks and isinstance(linear, PackedMatrix) for linear in packed)
     if hf.config.model_type not in PLAIN or windows(hf.config)[0] or not known:
         return False
     has_rope = all(getattr(layer.self_attn, "use_rope", True) for layer in hf.model.layers)
-    hooks = (x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in hf.modules())
-    if not has_rope or any(hooks):
+    if not has_rope or any(map(_is_changed, hf.modules())):
         return False
     weights = [hf.model.norm.weight, matrix_of(hf.model.embed_tokens), matrix_of(hf.lm_head)]
     for layer in map(layer_weights, hf.model.layers):
@@ -123,6 +120,14 @@ def is_plain(hf: PreTrainedModel, or_blocks: bool = False) -> bool:
     return is_uniform and set(map(id, tensors)) == set(map(id, hf.parameters()))
 
 
+def _is_changed(module: nn.Module) -> bool:
+    """Whether hooks or another `forward` may change what a module computes. Those that transformers
+    leaves behind when it is asked for hidden states or attentions only record."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    others = [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
+    return bool(others) or "forward" in vars(module)
+
+
 def fingerprint(model: nn.Module) -> str | None:
     """A hash of the first numbers of each weight in bfloat16. It is the same in any number format,
     except for float32 weights read in float16, which are rounded twice. None for a `meta_model`."""
@@ -130,7 +135,8 @@ def fingerprint(model: nn.Module) -> str | None:
     weights = dict[int, Tensor]()  # a tied weight is in it once
     for module in model.modules():
         if isinstance(module, PackedMatrix):
-            weights.setdefault(module.blocks_OB.data_ptr(), module.beginning(FINGERPRINTED))
+            n_rows = min(module.shape[0], -(-FINGERPRINTED // module.shape[1]))
+            weights.setdefault(module.blocks_OB.data_ptr(), module.widened(torch.arange(n_rows)))
         # weights of other types are quantized
         plain = (x for x in module.parameters(recurse=False) if type(x) is nn.Parameter)
         weights |= {id(weight): weight for weight in plain}

@@ -205,6 +205,9 @@ def test_what_was_added_to_a_layer_counts(hf, folder, change, monkeypatch):
 
 
 def test_a_plain_model_decodes_in_native_code(hf, folder, monkeypatch):
+    """Transformers leaves hooks behind that only record."""
+    hf(padded()["input_ids"], output_hidden_states=True)
+    assert hf.model.layers[0]._forward_hooks
     step, steps = CpuStepper.step, []
     monkeypatch.setattr(CpuStepper, "step", lambda *args: steps.append(1) or step(*args))
     ours(hf, folder, **padded(), max_new_tokens=NEW_TOKENS)
