@@ -117,8 +117,7 @@ def drafter_config(drafter: object, model: ModelConfig, settings: dict[str, Any]
     if drafter not in drafter_names():
         names = ", ".join(drafter_names())
         raise ConfigError(f"there is no drafter {drafter!r}. Pass one of: {names}.")
-    file = CONFIGS / "drafter" / f"{drafter}.yaml"
-    text = file.read_text("utf-8")
+    text = (CONFIGS / "drafter" / f"{drafter}.yaml").read_text("utf-8")
     text = text.replace("${adapters_of:${model}}", adapters_of(model.path, model.name))
     sizes = OmegaConf.load(CONFIGS / "groups" / "hardware.yaml")
     hardware = OmegaConf.select(sizes, hardware_here())  # for `${...}` in the file
@@ -129,9 +128,8 @@ def drafter_config(drafter: object, model: ModelConfig, settings: dict[str, Any]
         for key, default in group.items() if isinstance(group, dict) else ():  # of a cascade
             name = key.partition("@")[2]
             values[name] = drafter_config(values.get(name, default), model, {})
-    return build(
-        classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")], values
-    )
+    kind = classes("kangaroo.drafters", DrafterConfig)[schema.removesuffix("_schema")]
+    return build(kind, values)
 
 
 def build(kind: type[Settings], settings: Mapping[str, Any]) -> Settings:
@@ -208,9 +206,8 @@ class Model:
             request = self._request(prompt, limits, stops, seed)
             requests.append(replace(request, constraint=constraint))
         rows = limits.batch_size or max(len(requests), 1)
-        generations = dict(self.engine.completions(requests, settings, rows))
-        answers = (generations[i].tokens for i in range(len(requests)))
-        texts = [whole_text(tokens, self.tokenizer, stops) for tokens in answers]
+        answers = sorted(self.engine.completions(requests, settings, rows))
+        texts = [whole_text(answer.tokens, self.tokenizer, stops) for _, answer in answers]
         return texts[0] if is_single else texts
 
     def stream(
@@ -230,8 +227,7 @@ class Model:
     @cached_property
     def restrictions(self) -> Restrictions:
         """Makes the restrictions of answers."""
-        vocab_size = self.engine.lm.config.vocab_size
-        return Restrictions(self.tokenizer, vocab_size, self.engine.eos_ids)
+        return Restrictions(self.tokenizer, self.engine.lm.config.vocab_size, self.engine.eos_ids)
 
     def _request(self, prompt: Prompt, limits: Limits, stop: list[str], seed: int) -> Request:
         ids = prompt_ids(self.tokenizer, conversation(prompt))

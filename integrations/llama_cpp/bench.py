@@ -83,7 +83,7 @@ def llama_servers(
     if is_gguf(config.path):
         files = {"the same file": gguf_path(config.path)}
     else:
-        files = {f"{FORMATS.get(lm.dtype)}": gguf_file(lm)}
+        files = {FORMATS[lm.dtype]: gguf_file(lm)}
     if lm.name == EMBEDDED:
         files["4 bits"] = embedded_gguf()
     servers: dict[str, tuple[Path, list[str]]] = {}
@@ -104,15 +104,14 @@ def table(trials: dict[str, Texts], prompts: list[list[int]]) -> list[dict[str, 
         every = [text for of_prompt in texts for text in of_prompt]
         rate = len(every) / sum(map(seconds_per_token, every))  # texts are equally long
         result = against_vanilla(trials["vanilla"], texts)
+        speedup = tables.estimate(result["speedup"], result["speedup_ci95"], same=1.0)
         prefill = sum(text.prefill_seconds for text in every)
         read = sum(len(p) * len(of_prompt) for p, of_prompt in zip(prompts, texts, strict=True))
         rows.append(
             {
                 "": name,
                 "tokens/s": f"{rate:.1f}",
-                "times vanilla": tables.estimate(
-                    result["speedup"], result["speedup_ci95"], same=1.0
-                ),
+                "times vanilla": speedup,
                 "prompts, tokens/s": f"{read / prefill:.0f}",
                 "vanilla's texts": f"{result['equal_texts']} of {len(prompts)}",
             }

@@ -8,9 +8,11 @@ import logging
 import os
 import re
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,21 +28,12 @@ ROPE_TYPES = ("default", "linear", "llama3")  # which scale each frequency by a 
 REVISION = 1  # to be raised when the same weights give a different file
 
 
-def check_installed() -> None:
-    """Errors: `MissingPackage` where the extra `benchmark` is not installed."""
-    missing = [name for name in ("gguf", "xllamacpp") if find_spec(name) is None]
-    if missing:
-        raise MissingPackage(
-            f"llama.cpp needs {' and '.join(missing)}, which the extra brings: "
-            f"{install('benchmark')}."
-        )
-
-
 def gguf_file(lm: TargetModel) -> Path:
     """The file of this target in the cache folder, written at first use. Its name has a hash of the
     weights and the config. Errors: `MissingPackage`; `UnsupportedModel` where llama.cpp's `llama`
     architecture does not compute what the target computes."""
-    check_installed()
+    if find_spec("xllamacpp") is None:
+        raise MissingPackage(f"llama.cpp needs xllamacpp: {install('benchmark')}.")
     check_convertible(lm)
     name = re.sub(r"[^\w.-]+", "-", lm.name)
     file = cache_folder() / "gguf" / f"{name}-{FORMATS[lm.dtype]}-{fingerprint(lm)}.gguf"
@@ -79,8 +72,6 @@ def fingerprint(lm: TargetModel) -> str:
 
 def write(lm: TargetModel, file: Path) -> None:
     """Write the GGUF file."""
-    import gguf  # of the extra `benchmark`
-
     config = lm.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     writer = gguf.GGUFWriter(file, "llama")
@@ -120,13 +111,10 @@ def tensors(lm: TargetModel) -> dict[str, Tensor]:
     config, weights = lm.config, dict(lm.hf.state_dict())
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
-    for name in weights:
-        for part, heads in (
-            ("q_proj", config.num_attention_heads),
-            ("k_proj", config.num_key_value_heads),
-        ):
-            if f".{part}." in name:
-                weights[name] = rotated_in_pairs(weights[name], heads)
+    heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
+    for name, part in product(weights, heads):
+        if part in name:
+            weights[name] = rotated_in_pairs(weights[name], heads[part])
     if config.rope_parameters["rope_type"] != "default":
         scaled = dict(lm.hf.named_buffers())["model.rotary_emb.inv_freq"].double()
         exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
@@ -137,14 +125,11 @@ def tensors(lm: TargetModel) -> dict[str, Tensor]:
 def rotated_in_pairs(weight: Tensor, heads: int) -> Tensor:
     """A query or key projection for llama.cpp, whose RoPE rotates neighbours (2i, 2i + 1),
     where transformers rotates halves (i, i + size/2) of a head."""
-    halves = weight.view(heads, 2, -1, *weight.shape[1:])
-    return halves.transpose(1, 2).reshape(weight.shape)
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def as_stored(weight: Tensor) -> tuple[np.ndarray, Any]:
     """A weight as an array and its GGUF type; llama.cpp takes norms and biases in float32."""
-    import gguf
-
     if weight.ndim == 1:
         return weight.float().numpy(), gguf.GGMLQuantizationType.F32
     stored = gguf.GGMLQuantizationType[FORMATS[weight.dtype].upper()]

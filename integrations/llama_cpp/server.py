@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
@@ -44,7 +44,6 @@ def server(
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True) as process,
     ):
-        assert process.stdout is not None
         if binary is None:
             address = process.stdout.readline().strip()
         else:
@@ -64,14 +63,10 @@ def is_loaded(process: subprocess.Popen[str], port: str) -> bool:
     """Whether llama-server has loaded its file, once it has, or has ended."""
     while process.poll() is None:
         connection = HTTPConnection("127.0.0.1", int(port), timeout=TIMEOUT)
-        try:
+        with closing(connection), suppress(OSError):  # it does not listen yet
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return True
-        except OSError:  # it does not listen yet
-            pass
-        finally:
-            connection.close()
         time.sleep(0.1)
     return False
 
@@ -90,23 +85,21 @@ def ask(address: str, prompt: list[int], new_tokens: int) -> Generation:
         "stream": True,
     }
     times, lines = [], []
-    connection = HTTPConnection(address, timeout=TIMEOUT)
     try:
-        start = running()
-        connection.request("POST", "/completion", json.dumps(request))
-        for line in connection.getresponse():
-            if line.startswith(b"data:"):
-                times.append(running())
-                lines.append(line)
-            elif line.strip():
-                raise ProcessLost(f"llama.cpp did not answer: {line.decode().strip()}")
+        with closing(HTTPConnection(address, timeout=TIMEOUT)) as connection:
+            start = running()
+            connection.request("POST", "/completion", json.dumps(request))
+            for line in connection.getresponse():
+                if line.startswith(b"data:"):
+                    times.append(running())
+                    lines.append(line)
+                elif line.strip():
+                    raise ProcessLost(f"llama.cpp did not answer: {line.decode().strip()}")
     except (OSError, HTTPException) as error:
         raise ProcessLost(f"llama.cpp's process has ended ({error!r}).") from error
-    finally:
-        connection.close()
     chunks = [json.loads(line.removeprefix(b"data:")) for line in lines[:-1]]  # the last sums up
     tokens = [token for chunk in chunks for token in chunk["tokens"]]
-    steps = [StepRecord(tokens[:1], 0, 0, 0.0, 0.0)]
+    steps = [StepRecord(tokens[:1])]
     for chunk, before, now in zip(chunks[1:], times, times[1:], strict=False):
-        steps.append(StepRecord(chunk["tokens"], 0, 0, 0.0, 0.0, host_seconds=now - before))
+        steps.append(StepRecord(chunk["tokens"], host_seconds=now - before))
     return Generation(tokens, steps, "length", prefill_seconds=times[0] - start)

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from kangaroo.evaluation.plots import FAINT, HF, METHOD, OTHER, VANILLA
@@ -65,9 +66,7 @@ def summarise_row(measured: dict[Cell, dict[str, Any]], users: int, method: str)
         row[name], row[f"{name}_range"] = median(values), [min(values), max(values)]
     row["of_vanilla"] = row["of_vanilla_range"] = row["as_vanilla"] = None
     if base:
-        ratios = {
-            name: [rounds[i][name] / base[i][name] for i in rounds] for name in METRICS if row[name]
-        }
+        ratios = {x: [rounds[i][x] / base[i][x] for i in rounds] for x in METRICS if row[x]}
         row["of_vanilla"] = {name: median(values) for name, values in ratios.items()}
         faster = ratios["tokens_per_second"]
         row["of_vanilla_range"] = [min(faster), max(faster)]
@@ -123,29 +122,19 @@ def markdown(summary: dict[str, Any]) -> str:
 
 def curves(summary: dict[str, Any]) -> Figure:
     """Tokens/s, the first token and the whole answer by users; bars end at the extreme rounds."""
-    shown = [
-        name for name in ("tokens_per_second", "first_token", "total") if summary["rows"][0][name]
-    ]
+    first = summary["rows"][0]
+    shown = [name for name in ("tokens_per_second", "first_token", "total") if first[name]]
     methods = list(dict.fromkeys(row["method"] for row in summary["rows"]))
     figure = Figure(figsize=(3.6 * len(shown), 3.2), layout="constrained")
     for axes, metric in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
         heading, scale = METRICS[metric]
         for method, color in zip(methods, itertools.cycle(COLORS)):
             rows = [row for row in summary["rows"] if row["method"] == method]
-            values = [row[metric] * scale for row in rows]
-            below = [(row[metric] - row[f"{metric}_range"][0]) * scale for row in rows]
-            above = [(row[f"{metric}_range"][1] - row[metric]) * scale for row in rows]
             users = [row["users"] for row in rows]
-            axes.errorbar(
-                users,
-                values,
-                [below, above],
-                marker="o",
-                markersize=4,
-                capsize=2,
-                color=color,
-                label=method,
-            )
+            values = [(row[metric], *row[f"{metric}_range"]) for row in rows]
+            y, low, high = scale * np.array(values).T
+            errors = [y - low, high - y]
+            axes.errorbar(users, y, errors, fmt="-o", ms=4, capsize=2, color=color, label=method)
         axes.set_xscale("log", base=2)
         axes.set_xticks(summary["users"], summary["users"])
         axes.set_xlabel("users", fontsize=9)

@@ -9,7 +9,6 @@ ratios to vanilla are taken within a round, so a machine that slows down favours
 finished cell (a method, a number of users, a round) is a file, so a stopped run can be resumed.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -65,8 +65,7 @@ def is_healthy(address: str) -> bool:
 
 
 def process_lost(process: subprocess.Popen[bytes], log: Path) -> ProcessLost:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    end = "\n".join(lines[-12:])
+    end = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
     return ProcessLost(f"It has ended with code {process.returncode}. The end of '{log}':\n{end}")
 
 
@@ -112,14 +111,7 @@ def serving(options: str, log: Path) -> Iterator[Server]:
 
 
 def ask(
-    server: Server,
-    prompts: Path,
-    requests: int,
-    users: int,
-    output: Path,
-    *,
-    temperature: float,
-    stream: bool,
+    server: Server, prompts: Path, requests: int, users: int, output: Path, *, options: Namespace
 ) -> None:
     """Let guidellm send every request once, as a chat with a fixed seed, and write its results to
     `output`, whole. Errors: `ProcessLost`, with the end of the log of guidellm or the server."""
@@ -131,8 +123,8 @@ def ask(
         "target": server.address,
         "request_format": "/v1/chat/completions",
     }
-    body = {"temperature": temperature, "seed": 0}
-    backend |= {"http2": False, "stream": stream, "extras": {"body": body}}
+    body = {"temperature": options.temperature, "seed": 0}
+    backend |= {"http2": False, "stream": options.stream, "extras": {"body": body}}
     spec = {
         "backend": backend,
         "profile": {"kind": "concurrent", "streams": [users]},
@@ -207,7 +199,7 @@ def read(file: Path, requests: int, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, dict[str, Any]]:
+def measure(options: Namespace, methods: dict[str, str]) -> dict[Cell, dict[str, Any]]:
     """The results of all cells, measuring those that have none yet."""
     if find_spec(CLIENT) is None:
         raise MissingPackage(f"the load comes from '{CLIENT}': {install('load')}.")
@@ -217,8 +209,7 @@ def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, 
     settings = {"git_revision": git_revision(), CLIENT: version(CLIENT), "requests": requests}
     settings |= {"bench": options.bench or "demo", "bench.fingerprint": fingerprint(chosen)}
     settings |= {"max_new_tokens": options.max_new_tokens, "methods": methods}
-    how = {"temperature": options.temperature, "stream": options.stream}
-    settings |= how
+    settings |= {"temperature": options.temperature, "stream": options.stream}
     records.start_run(folder, settings, {}, True)
     prompts = folder / "prompts.jsonl"
     rows = [{"prompt": question.turns[0]} for question in chosen]
@@ -230,20 +221,20 @@ def measure(options: argparse.Namespace, methods: dict[str, str]) -> dict[Cell, 
     running: dict[str, Server] = {}
     with ExitStack() as servers:
         for cell in missing:
-            if is_new := cell.method not in running:
+            if cell.method not in running:
                 if options.alone:
                     servers.close()
                     running.clear()
                 log = folder / "servers" / f"{cell.method}.log"
-                running[cell.method] = servers.enter_context(serving(methods[cell.method], log))
-            server = running[cell.method]
-            if is_new:
+                server = servers.enter_context(serving(methods[cell.method], log))
+                running[cell.method] = server
                 most, warmup = max(options.users), folder / f"warmup-{cell.method}.json"
-                ask(server, prompts, min(2 * most, requests), most, warmup, **how)
+                ask(server, prompts, min(2 * most, requests), most, warmup, options=options)
                 warmup.unlink()
+            server = running[cell.method]
             unchecked = cell.file(folder).with_suffix(".unread")
             for attempts_left in reversed(range(ATTEMPTS)):
-                ask(server, prompts, requests, cell.users, unchecked, **how)
+                ask(server, prompts, requests, cell.users, unchecked, options=options)
                 try:  # an invalid result ends the run now, not after hours
                     read(unchecked, requests, options.max_new_tokens)
                     break
@@ -262,24 +253,21 @@ def positive(word: str) -> int:
     return number
 
 
-def parsed(words: list[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+def parsed(words: list[str]) -> tuple[Namespace, dict[str, str]]:
     """The options, and the methods: the servers' options or addresses by name."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("methods", nargs="*", help="DRAFTER, NAME='options of serve.py', NAME=URL")
-    parser.add_argument("--serve", default="", help="options of serve.py for all of ours")
-    parser.add_argument("--users", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--requests", type=positive, default=32, help="of a cell, the same in all")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=64, help="an EOS does not end them"
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=3, help="repetitions of all measurements"
-    )
-    parser.add_argument("--bench", help="a file of questions (without it the demo bench)")
-    parser.add_argument("--temperature", type=float, default=0, help="every request has seed 0")
-    parser.add_argument("--no-stream", dest="stream", action="store_false", help="whole answers")
-    parser.add_argument("--alone", action="store_true", help="one server at a time")
-    parser.add_argument("--output", type=Path, default=Path("outputs/load"))
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("methods", nargs="*", help="DRAFTER, NAME='options of serve.py', NAME=URL")
+    add("--serve", default="", help="options of serve.py for all of ours")
+    add("--users", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
+    add("--requests", type=positive, default=32, help="of a cell, the same in all")
+    add("--max-new-tokens", type=positive, default=64, help="an EOS does not end them")
+    add("--rounds", type=positive, default=3, help="repetitions of all measurements")
+    add("--bench", help="a file of questions (without it the demo bench)")
+    add("--temperature", type=float, default=0, help="every request has seed 0")
+    add("--no-stream", dest="stream", action="store_false", help="whole answers")
+    add("--alone", action="store_true", help="one server at a time")
+    add("--output", type=Path, default=Path("outputs/load"))
     options = parser.parse_args(words)
     if max(options.users) > options.requests:
         parser.error(

@@ -7,23 +7,16 @@ Shapes: B rows, T tokens of the longest prompt.
 """
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    GenerationMixin,
-    MaxLengthCriteria,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import EosTokenCriteria, GenerationConfig, GenerationMixin, MaxLengthCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
@@ -40,14 +33,14 @@ SUPPORTED = ("inputs", "input_ids", "attention_mask")  # inputs of a model
 WITH_TOKENIZER = ("stop_strings", "token_healing")  # which transformers drops on its way here
 REFUSED = ("logits_processor", "stopping_criteria", "assistant_model", "synced_gpus")
 WARPERS = {
-    TemperatureLogitsWarper: "temperature",
-    TopKLogitsWarper: "top_k",
-    TopPLogitsWarper: "top_p",
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
 }
 
 
 def generate(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     adapter: str | None = None,
     revision: str | None = None,
     streamer: BaseStreamer | None = None,
@@ -69,38 +62,27 @@ def generate(
     fix = "Pass adapter= its folder or hub id."
     source = adapter_files.find(adapter or _custom_generate(), fix=fix, revision=revision)
     inputs = inspect.signature(model.forward).parameters.keys() - vars(GenerationConfig()).keys()
-    for name in (*REFUSED, *(inputs - set(SUPPORTED))):
-        if _is_set(options.get(name)):
-            raise _refused(f"{name}=")
+    given = {name: options.get(name) for name in (*REFUSED, *(inputs - set(SUPPORTED)))}
     config = options.get("generation_config") or model.generation_config
-    for name in WITH_TOKENIZER:
-        if _is_set(options.get(name, getattr(config, name))):
+    given |= {name: options.get(name, getattr(config, name)) for name in WITH_TOKENIZER}
+    for name, value in given.items():
+        if not (value is None or value is False or (isinstance(value, list) and not value)):
             raise _refused(f"{name}=")
     decode = partial(_decode, str(source), streamer)
-    generating: Any = model
-    return GenerationMixin.generate(
-        generating, streamer=streamer, custom_generate=decode, **options
-    )
-
-
-def _is_set(value: Any) -> bool:
-    return not (value is None or value is False or (isinstance(value, list) and not value))
+    return GenerationMixin.generate(model, streamer=streamer, custom_generate=decode, **options)
 
 
 def _custom_generate() -> str:
     """The folder or repository of this file, a local variable of transformers' `generate`. Errors:
     `ConfigError` where it is not found."""
-    frame = inspect.currentframe()
-    for _ in range(2):  # our `generate`, and transformers'
-        frame = frame and frame.f_back
-    source = frame.f_locals.get("custom_generate") if frame else None
+    source = sys._getframe(2).f_locals.get("custom_generate")  # of what called our `generate`
     if not isinstance(source, str):
         raise ConfigError("which adapter is to draft? Pass adapter= its folder or hub id.")
     return source
 
 
 @contextmanager
-def borrowed(hf: PreTrainedModel) -> Iterator[TargetModel]:
+def borrowed(hf: transformers.PreTrainedModel) -> Iterator[TargetModel]:
     """The caller's model as a target. Its attention, training modes and `requires_grad` are
     restored afterwards."""
     attention = hf.config._attn_implementation

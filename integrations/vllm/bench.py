@@ -171,8 +171,7 @@ def measure(args: argparse.Namespace) -> tuple[Results, dict[str, list[float]]]:
     pipes: dict[str, Connection] = {}
     for name, options in drafting_methods(args).items():
         pipes[name], child = context.Pipe()
-        process = context.Process(target=serve, args=(child, target, args, options), daemon=True)
-        process.start()
+        context.Process(target=serve, args=(child, target, args, options), daemon=True).start()
         child.close()  # so that the end of the process is an EOFError here
         pipes[name].recv()
     results: Results = {name: {n: [] for n in args.at_once} for name in pipes}
@@ -215,8 +214,7 @@ def table(results: Results) -> str:
             cells[1] = " ".join(f"{x / first.drafts:.3f}" for x in first.accepted)
             cells[2] = f"{first.drafted / first.drafts:.2f}"
             cells[3] = f"{1 + sum(first.accepted) / first.drafts:.3f}"
-            equal = sum(map(list.__eq__, first.texts, expected))
-            cells[4] = f"{equal} of {len(expected)}"
+            cells[4] = f"{sum(map(list.__eq__, first.texts, expected))} of {len(expected)}"
         cells += [f"{statistics.median(x.speed for x in passes[n]):.1f}" for n in at_once]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -228,9 +226,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the process we time
     args = parse_arguments()
-    settings = {
-        name: x for name, x in vars(args).items() if name not in ("kangaroo", "draft_model")
-    }
+    settings = {k: x for k, x in vars(args).items() if k not in ("kangaroo", "draft_model")}
     results, gaps_by_method = measure(args)
     print(f"{table(results)}\n\n{describe_gaps(gaps_by_method)}\n\n{json.dumps(settings)}")
 

@@ -19,7 +19,7 @@ import torch
 import transformers
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, OverrideParseException
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 
@@ -98,16 +98,13 @@ def command(
             typed[:] = sys.argv
             try:
                 # Hydra's parser takes overrides in one piece, and none after an option between them
-                words = sorted(select_models(typed[1:]), key=is_override)
-                sys.argv = [*typed[:1], *words]
+                sys.argv = [*typed[:1], *sorted(select_models(typed[1:]), key=is_override)]
                 if not {"-h", "--help"} & {*typed}:
                     return main()
                 overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
                 sys.stdout.write(help_text(name, inspect.getdoc(run) or "", overrides))
             except ConfigError as error:
                 raise SystemExit(f"ConfigError: {error}") from error
-            except OverrideParseException as error:
-                raise SystemExit(str(error)) from error
             except (CompactHydraException, TypeError, ValueError) as error:
                 is_nameless = any(text in str(error) for text in NAMELESS)
                 message = nameless_choice(name, typed) if is_nameless else None

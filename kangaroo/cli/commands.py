@@ -25,7 +25,7 @@ from kangaroo.engine.engine import Engine
 from kangaroo.evaluation import comparison
 from kangaroo.evaluation import speed as benchmark
 from kangaroo.evaluation import tune as tuning
-from kangaroo.evaluation.metrics import scalars
+from kangaroo.evaluation.metrics import Results, scalars
 from kangaroo.evaluation.run import Evaluator, MethodSpec, check
 from kangaroo.evaluation.study import report as study_report
 from kangaroo.evaluation.study.study import read_study
@@ -126,9 +126,7 @@ def _further(more: dict[str, Any]) -> dict[str, DrafterConfig]:
     return drafters
 
 
-def _track(
-    results: list[dict[str, Any]], config: schema.EvaluateCommand, tracker: NoTracker
-) -> None:
+def _track(results: list[Results], config: schema.EvaluateCommand, tracker: NoTracker) -> None:
     overall = {r["drafter"]: r["overall"] for r in results}
     folder = Path(config.output)
     numbers = scalars(results[0]["overall"] if len(results) == 1 else flatten(overall))
@@ -171,8 +169,7 @@ def tune(config: schema.TuneCommand) -> None:
         raise ConfigError(f"search.{name} is no drafter; there are {', '.join(sorted(names))}.")
     for name, drafter in tried.items():
         variants = combinations(drafter, config.search.get(name, {}), f"search.{name}")
-        for variant, settings in variants.items():
-            drafters[name + variant.removeprefix(drafter.name)] = settings
+        drafters |= {name + x.removeprefix(drafter.name): y for x, y in variants.items()}
     lm, tokenizer = load_target_for(config.model, *drafters.values(), more=more)
     use = evaluate_command(config.model, f"--config-dir={config.output}", drafter="tuned")
     model = plain(config)["model"]
@@ -292,8 +289,7 @@ def _report(folder: Path, model: ModelConfig, tracker: NoTracker) -> dict[str, f
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     use = evaluate_command(model, drafter=saved.architecture.drafter, drafter__adapter=shown)
     log.info("saved %s; measure it: %s", shown, use)
-    facts = {"exit_layer": saved.exit_layer, "parameters": saved.parameters}
-    return facts | progress["held_out"]
+    return {"exit_layer": saved.exit_layer, "parameters": saved.parameters} | progress["held_out"]
 
 
 @command()

@@ -49,8 +49,7 @@ def meanings(kind: type) -> dict[str, str]:
     """What each option of a dataclass means, by its docstring or the comment beside the field."""
     texts: dict[str, str] = {}
     for part in filter(is_dataclass, reversed(kind.__mro__)):
-        docstring = inspect.cleandoc(part.__doc__ or "")
-        for options, meaning in re.findall(ENTRY, docstring, re.M):
+        for options, meaning in re.findall(ENTRY, inspect.cleandoc(part.__doc__ or ""), re.M):
             texts |= dict.fromkeys(options.split(", "), " ".join(meaning.split()))
         texts |= dict(re.findall(COMMENT, inspect.getsource(part), re.M))
     return {option: re.sub(r"\bNone\b", "null", meaning) for option, meaning in texts.items()}

@@ -164,7 +164,7 @@ class HybridDrafting(LayerDrafting):
 
     def draft(self, buffers: DraftBuffers, batch: Batch, rows: Sequence[int]) -> None:
         drafter = self.drafter
-        drafter.update_costs(batch.budget, len(rows), shared_states=True, share=self.cost_share)
+        drafter.update_costs(batch.budget, len(rows), native_share=self.cost_share)
         if not drafter.may_pay:
             return
         sources = {row: drafter.update_sources(batch, row) for row in rows}
@@ -239,13 +239,12 @@ class DraftModelDrafting(Drafting):
         head = lm.fast_head.as_struct(lm.hf.model.norm.weight)
         head.outputs = drafter.vocab_size + min(drafter.head.padding, 0)
         stack = native.stack_of(lm.fast_layers).as_struct(drafter.cache, range(0))
-        layer = structs.Drafting(stack=stack, head=head)
         return DraftBuffers(
             lm,
             drafter.cache,
             capacity=UNREAD + drafter.steps,
             exit_layer=lm.n_layers,
-            drafting=layer,
+            drafting=structs.Drafting(stack=stack, head=head),
         )
 
     def _catch_up(self, chains: DraftBuffers, text: list[int], row: int) -> None:

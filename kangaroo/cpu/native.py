@@ -28,6 +28,7 @@ from kangaroo.cpu import structs
 from kangaroo.cpu.blocks import IN_BYTES, Weight, kind_of, size_of
 from kangaroo.cpu.compiling import build, compiler, supported
 from kangaroo.cpu.huge_pages import move_to_huge_pages
+from kangaroo.engine import backend
 from kangaroo.engine.backend import Layers, LayerWeights, Sizes
 from kangaroo.engine.cache import ForwardMeta, KVCache
 from kangaroo.models.packed import PackedMatrix
@@ -185,8 +186,8 @@ def stack_of(layers: Layers | None) -> Stack:
     return layers
 
 
-class Head:
-    """See `backend.Head`."""
+class Head(backend.Head):
+    """The probabilities of its choices take all logits."""
 
     def __init__(self, library: CDLL, weight_OD: Weight, sizes: Sizes):
         self.weight_OD = weight_OD
@@ -258,11 +259,6 @@ class Head:
         self._call("choose_likeliest", pointer(x_MD), len(x_MD), pointer(chosen_M), norm=norm)
         return chosen_M
 
-    def choose(
-        self, x_RTD: Tensor, norm: Tensor | None = None, ids_O: Tensor | None = None
-    ) -> None:
-        return None  # the probabilities take all logits
-
     def _call(self, name: str, *arguments: int, norm: Tensor | None = None) -> None:
         call = function(self.library, name, self.weight_OD.dtype)
         sizes = sizes_struct(self.sizes)
@@ -286,11 +282,10 @@ class Fusing:
     def __call__(self, f_BND: Tensor, deep_BND: Tensor) -> Tensor:
         x_BND = f_BND.clone(memory_format=torch.contiguous_format)
         deep_BND = deep_BND.expand_as(f_BND).contiguous()
-        tokens = x_BND.shape[0] * x_BND.shape[1]
         self.call(
             byref(sizes_struct(self.sizes)),
             byref(self.as_struct()),
-            *(pointer(x_BND), pointer(deep_BND), tokens),
+            *(pointer(x_BND), pointer(deep_BND), x_BND.shape[:2].numel()),
         )
         return x_BND
 

@@ -50,27 +50,22 @@ class CpuStepper:
         buffers.verify()
         del biases
         verified = running()
-        records = [
-            StepRecord([], draft_seconds=drafted - started, verify_seconds=verified - drafted)
-            for _ in batch.texts
-        ]
+        wrote: list[list[int]] = [[] for _ in batch.texts]
         for row in active:
-            accepted = int(buffers.accepted[row])
+            new = int(buffers.accepted[row]) + 1
             count = int(buffers.count[row])
-            tokens = buffers.written[row, : accepted + 1].tolist()
-            batch.take_step(row, [accepted + 1, count - 1, *tokens], records[row])
+            wrote[row] = [new, count - 1, *buffers.written[row, :new].tolist()]
             if batch.likeliest:
                 likeliest = buffers.kept[row, :count, : batch.likeliest].tolist()
                 nodes = buffers.token[row, :count].tolist()
                 batch.verified[row] += zip(nodes, likeliest, strict=True)
+        topk: topk_logits.Rows = [None] * batch.size
         if keep:
             path = (np.arange(batch.size)[:, None], buffers.path, slice(keep))
-            topk = topk_logits.records(
-                buffers.kept[path], buffers.kept_chances[path], self.lm.config.vocab_size
-            )
-            for record, row_topk in zip(records, topk, strict=True):
-                record.topk = row_topk
-        return records
+            vocab_size = self.lm.config.vocab_size
+            kept = topk_logits.records(buffers.kept[path], buffers.kept_chances[path], vocab_size)
+            topk = list(kept)
+        return batch.take_step(wrote, topk, drafted - started, verified - drafted)
 
     def _biases(self) -> Iterator[np.ndarray]:
         """What restricted texts add to the logits after their nodes, set for native code."""

@@ -281,19 +281,15 @@ def split(origin: Source, held: int, seed: int, unreadable: Counter[str] | None 
                 f"task '{task}' of {origin.source} has {count} questions, and {held} were to "
                 f"be held out. Pass held= below {count}, or a file that has more."
             )
-    held_out = [
-        (task, turns, system)
-        for task in sorted(by_task)
-        for _, turns, system in by_task[task][:held]
-    ]
-    passages = {passage for _, turns, _ in held_out for passage in _passages(turns)}
+    bench: list[dict[str, Any]] = []
+    for task in sorted(by_task):
+        for _, turns, system in by_task[task][:held]:
+            texts = {"turns": turns, "system": system}
+            bench.append({"question_id": len(bench), "category": task} | texts)
+    passages = {passage for question in bench for passage in _passages(question["turns"])}
     rest = [question for task_questions in by_task.values() for question in task_questions[held:]]
     random.Random(seed).shuffle(rest)
     training = [record for record, turns, _ in rest if passages.isdisjoint(_passages(turns))]
-    bench = [
-        {"question_id": number, "category": task, "turns": turns, "system": system}
-        for number, (task, turns, system) in enumerate(held_out)
-    ]
     return Split(training, bench, len(rest) - len(training))
 
 

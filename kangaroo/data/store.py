@@ -139,8 +139,7 @@ class Shards:
 
 
 def _json(path: Path, text: str) -> Any:
-    fix = "Delete it, so that it is written anew."
-    with explained(CorruptFile, f"{path} cannot be read", fix):
+    with explained(CorruptFile, f"{path} cannot be read", "Delete it, so that it is written anew."):
         return json.loads(text)
 
 
@@ -190,8 +189,7 @@ def documents(
         samples, origin["dataset"] = load(Path(dataset), vocab_size)
         token_ids += [sample["input_ids"] for sample in samples]
     for path in texts:
-        problem = f"text '{path}' cannot be read"
-        with explained(DataError, problem, "Pass UTF-8 files."):
+        with explained(DataError, f"text '{path}' cannot be read", "Pass UTF-8 files."):
             text = Path(path).read_text(encoding="utf-8")
         token_ids.append(tokenizer.encode(text, add_special_tokens=False))
         if fault := unknown_token(token_ids[-1], vocab_size, tokenizer):

@@ -133,8 +133,7 @@ class DialogueWriter:
             return prompt[0]
 
         requests = [request for _, (request, _) in turns]
-        longest = self.longest if proceed else None
-        self._decode(requests, temperature, after=after, longest=longest)
+        self._decode(requests, temperature, after=after, longest=self.longest if proceed else None)
 
     def _prompt(self, dialogue: Dialogue, max_tokens: int) -> tuple[Request, list[int]] | None:
         """The request for the next answer and its loss mask; None if none is due or has room."""

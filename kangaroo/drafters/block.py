@@ -47,13 +47,7 @@ class Block(EarlyExit, Chain):
 
     adapter: BlockHead
 
-    def __init__(
-        self,
-        lm: TargetModel,
-        adapter: BlockHead,
-        options: ChainConfig,
-        head: DraftHead | None = None,
-    ):
+    def __init__(self, lm: TargetModel, adapter: BlockHead, options: ChainConfig, head: DraftHead):
         steps = min(options.steps, adapter.architecture.places)
         super().__init__(lm, adapter, replace(options, steps=steps), head)
         self.window = steps
@@ -78,10 +72,10 @@ class Block(EarlyExit, Chain):
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
     ) -> Tensor:
         """Logits of all places, `[B, N, K]`, without the influence of the tokens before them."""
-        _, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
-        f_BND, deep_BND = self.adapter.add_places(f_BND, deep_BND, self.steps - 1)
-        read = meta.narrow(0, self.window + self.steps).to(f_BND.device)
-        states_BND = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, self.window :]
+        _, read = self.start(batch, pending_B1, meta, window_BWD)
+        f_BND, deep_BND = self.adapter.add_places(*read, self.steps - 1)
+        block = meta.narrow(0, self.window + self.steps).to(f_BND.device)
+        states_BND = self.adapter(f_BND, deep_BND, block, self.cache.at(block))[:, self.window :]
         return self.head(states_BND.flatten(0, 1)).unflatten(0, states_BND.shape[:2])
 
     def tokens_from(self, batch: Batch, logits_BNK: Tensor, draws: Tensors) -> Iterator[DraftToken]:

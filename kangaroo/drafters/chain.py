@@ -65,11 +65,9 @@ class EarlyStopping(Drafter):
     ) -> ForwardMeta:
         """The block of a chain: the window, the pending token and `steps` draft tokens. It needs
         `room` slots from the pending token on; the root of an accepted path is at `path_B`."""
-        tree = Tree.chain(self.window + 1 + steps, batch.length_B.device)
-        start_B = batch.base_B if path_B is None else path_B
         return self.lm.forward_meta(
-            tree,
-            start_B - self.window,
+            Tree.chain(self.window + 1 + steps, batch.length_B.device),
+            (batch.base_B if path_B is None else path_B) - self.window,
             used=batch.used + room,
             n_slots=batch.n_slots,
             below=0 if min(batch.lengths) > self.window else self.window,

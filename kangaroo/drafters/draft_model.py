@@ -122,8 +122,7 @@ def _tokens(config: PretrainedConfig) -> dict[int, str] | None:
     """A model's tokens by their ids, special ones included; None if it has no tokenizer."""
     if not config.name_or_path:  # a model in memory
         return None
-    revision = getattr(config, "_commit_hash", None)
-    tokenizer = load_tokenizer(config.name_or_path, revision)
+    tokenizer = load_tokenizer(config.name_or_path, getattr(config, "_commit_hash", None))
     if tokenizer is None:
         return None
     return {i: token for token, i in tokenizer.get_vocab().items() if i < config.vocab_size}
@@ -194,8 +193,7 @@ class DraftModel(Autoregressive):
 
     def propose(self, batch: Batch) -> Draft:
         self.forget_draft(batch)
-        self.proposed = super().propose(batch)
-        return self.proposed
+        return super().propose(batch)
 
     def forget_draft(self, batch: Batch) -> None:
         """The last draft, after the window, may have been rejected."""
@@ -205,8 +203,7 @@ class DraftModel(Autoregressive):
     def limits(self, batch: Batch, rows: Sequence[int], share: float = 1.0) -> np.ndarray:
         idle = []
         if self.auto:
-            cost = share * self.draft_cost
-            needed = tokens_to_repay(batch.budget, self.steps, cost, len(rows))
+            needed = tokens_to_repay(batch.budget, self.steps, share * self.draft_cost, len(rows))
             for row in rows:
                 length = len(batch.texts[row])
                 unread, left = length - self.n_read[row], batch.limits[row] - length

@@ -48,7 +48,7 @@ class EagleTree(KangarooTree):
     hands_on_states = False
 
     def __init__(
-        self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead
+        self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead | None
     ):
         super().__init__(lm, adapter, options, head)
         self.max_nodes = max(self.max_nodes, self.nodes)  # there are more candidates than nodes

@@ -23,6 +23,9 @@ from kangaroo.heads.layer import Layer
 from kangaroo.models.target import TargetModel
 from kangaroo.utils.memory import weight_bytes
 
+# What the layer reads next: shallow states, and deep states if it reads such.
+Read = tuple[Tensor, Tensor | None]
+
 
 class EarlyExit(EarlyStopping):
     """Drafts on the target's own cache and hands its shallow states to verification.
@@ -64,15 +67,14 @@ class EarlyExit(EarlyStopping):
         if batch.budget.vanilla_seconds is not None and (self.needs_costs or batch.size > 1):
             self.draft_cost = self._measured_cost(batch.budget.vanilla_seconds())
         size = batch.size
-        hidden = self.lm.config.hidden_size
         if (self.cache.batch_size, self.cache.n_slots) != (size, batch.n_slots):
             self.cache = self.lm.new_cache(0, 0, [])  # frees the old one's memory for the new one
             devices = [self.adapter.home(self.lm)] * self.adapter.depth
             self.cache = self.lm.new_cache(size, batch.n_slots, devices)
             if self.reads_deep:
-                shape = (size, batch.n_slots, hidden)
+                shape = (size, batch.n_slots, self.lm.config.hidden_size)
                 self.deep_BSD = zeros(shape, self.lm.dtype, self.deep_BSD.device)
-        self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, hidden)
+        self.shallow_BWD = self.deep_BSD.new_zeros(size, self.window, self.lm.config.hidden_size)
 
     def _measured_cost(self, vanilla_seconds: float) -> float:
         return self.draft_seconds / self.tokens_of_pass / vanilla_seconds
@@ -174,12 +176,12 @@ class EarlyExit(EarlyStopping):
 
     def start(
         self, batch: Batch, pending_B1: Tensor, meta: ForwardMeta, window_BWD: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Read]:
         """The pending token's shallow state, and the layer's first input: the window's and this
         state, `[B, W + 1, D]`, and deep states, if it reads such. `meta` begins with the window."""
         f_B1D = self.run_shallow(pending_B1, batch, meta.narrow(self.window, 1))
         deep_BND = self.deep_before(meta.narrow(0, self.window + 1).to(f_B1D.device))
-        return f_B1D, torch.cat([window_BWD, f_B1D], 1), deep_BND
+        return f_B1D, (torch.cat([window_BWD, f_B1D], 1), deep_BND)
 
     def catch_up(self, batch: Batch) -> bool:
         """Read new prompts, and let the head follow the texts; true if its vocabulary changed."""

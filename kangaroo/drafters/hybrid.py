@@ -81,17 +81,15 @@ class FromSources(Drafter):
         self.automata = RowStates(lambda row, text: SuffixAutomaton())
         self.rows = RowStates(lambda row, text: Sources(Lookup(), DraftedChain(), len(text)))
 
-    def update_costs(
-        self, budget: Budget, rows: int, shared_states: bool, share: float = 1.0
-    ) -> None:
-        """Set the costs of a round with so many rows, in which drafting takes this `share` of what
-        it costs on tensors. With `shared_states` one pass computes the shallow states of the
-        lookup's tokens and of the pending token."""
+    def update_costs(self, budget: Budget, rows: int, native_share: float | None = None) -> None:
+        """Set the costs of a round with so many rows. In native code drafting takes `native_share`
+        of what it costs on tensors, and one pass computes the shallow states of the lookup's tokens
+        and of the pending token."""
         self.costs = Costs(
             verify=budget.cost(rows, self.nodes),
-            draft=share * self.draft_cost,
+            draft=(native_share or 1.0) * self.draft_cost,
             min_gain_per_step=self.options.min_gain_per_step,
-            states=share * self.shallow_cost if shared_states else 0.0,
+            states=(native_share or 0.0) * self.shallow_cost,
         )
 
     @property
@@ -122,7 +120,7 @@ class TextHybrid(FromSources, TreesFromText):
         self.max_nodes = self.nodes
 
     def tree_of(self, batch: Batch, row: int) -> Nodes:
-        self.update_costs(batch.budget, len(batch.active), shared_states=False)
+        self.update_costs(batch.budget, len(batch.active))
         if not self.may_pay:
             return [], []
         return expected_gain.best_tree(self.costs, self.update_sources(batch, row), self.nodes)
@@ -142,7 +140,7 @@ class Hybrid(FromSources, Kangaroo):
         self.max_nodes = max(self.nodes, self.steps)
 
     def propose(self, batch: Batch) -> Draft:
-        self.update_costs(batch.budget, len(batch.active), shared_states=False)
+        self.update_costs(batch.budget, len(batch.active))
         if not self.may_pay:
             return Draft.nothing(batch.last(1))
         sources = {row: self.update_sources(batch, row) for row in batch.active}

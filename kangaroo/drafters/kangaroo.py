@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, EarlyExitConfig
 from kangaroo.drafters.chain import Chain, DraftToken
-from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.drafters.early_exit import EarlyExit, Read
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.cache import ForwardMeta, Tensors
 from kangaroo.engine.tree import Draft
@@ -40,37 +40,30 @@ class Kangaroo(EarlyExit, Chain):
     def tokens(self, batch: Batch, meta: ForwardMeta) -> Iterator[DraftToken]:
         meta, draws = self.begin_round(batch, meta)
         start = partial(self.start, batch)
-        root = self.replay(batch, ("root",), start, batch.last(1), meta, self.shallow_BWD)
-        f_B1D, f_BND, deep_BND = root
+        f_B1D, read = self.replay(batch, ("root",), start, batch.last(1), meta, self.shallow_BWD)
         self.hidden = [f_B1D]
         for step in range(1, self.steps + 1):
             # a graph for each step, so that none overwrites what the round still reads of another
             key = ("draft", step, batch.sampling.kind)
             work = partial(self.draft_token, batch, step)
-            token, f_BND, deep_BND = self.replay(batch, key, work, f_BND, meta, draws, deep_BND)
-            self.hidden.append(f_BND)
+            token, read = self.replay(batch, key, work, read, meta, draws)
+            self.hidden.append(read[0])
             yield token
 
     def draft_token(
-        self,
-        batch: Batch,
-        step: int,
-        f_BND: Tensor,
-        meta: ForwardMeta,
-        draws: Tensors,
-        deep_BND: Tensor | None,
-    ) -> tuple[DraftToken, Tensor, Tensor | None]:
-        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted. `f`
-        is the last token's shallow state, in the first step after the window's; `deep` are what a
-        fused adapter reads beside; `meta` is the block of window, pending token and draft. Returns
-        the token, its shallow state and, from a fused adapter, the adapter's, `[B, 1, D]`."""
+        self, batch: Batch, step: int, read: Read, meta: ForwardMeta, draws: Tensors
+    ) -> tuple[DraftToken, Read]:
+        """One token of section 3.1: adapter, head, and the shallow layers on what was drafted. It
+        reads the last token's shallow state, in the first step after the window's, and what a fused
+        adapter reads beside; `meta` is the block of window, pending token and draft. Returns the
+        token, its shallow state and, from a fused adapter, the adapter's, `[B, 1, D]`."""
         end = self.window + step
-        read = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
-        read = read.to(f_BND.device)
-        adapted_B1D = self.adapter(f_BND, deep_BND, read, self.cache.at(read))[:, -1:]
+        block = meta.narrow(0, end) if step == 1 else meta.narrow(end - 1, 1)
+        block = block.to(read[0].device)
+        adapted_B1D = self.adapter(*read, block, self.cache.at(block))[:, -1:]
         token = self.draw(batch, step, adapted_B1D, draws)
         f_B1D = self.run_shallow(token.id_B1, batch, meta.narrow(end, 1))
-        return token, f_B1D, adapted_B1D if self.reads_deep else None
+        return token, (f_B1D, adapted_B1D if self.reads_deep else None)
 
     def finish(self, draft: Draft, meta: ForwardMeta) -> Draft:
         """Let verification begin at the exit layer, whose states are known."""

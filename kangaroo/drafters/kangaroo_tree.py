@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kangaroo.drafters.base import Drafter, EarlyExitConfig
-from kangaroo.drafters.early_exit import EarlyExit
+from kangaroo.drafters.early_exit import EarlyExit, Read
 from kangaroo.engine.batch import Batch
 from kangaroo.engine.budget import Budget
 from kangaroo.engine.cache import ForwardMeta, Tensors
@@ -53,10 +53,6 @@ class KangarooTreeConfig(EarlyExitConfig):
         return KangarooTree(lm, layer, self, head)
 
 
-# What the layer reads next: shallow states, and deep states if it reads such.
-Read = tuple[Tensor, Tensor | None]
-
-
 class Level(NamedTuple):
     """Nodes of one depth: their parents' places in the draft, tokens, confidence, shallow states,
     and the slots that are hidden from them; all candidates for the level, their confidence, and the
@@ -90,11 +86,7 @@ class KangarooTree(EarlyExit):
     hands_on_states = True  # whether verification continues from the states of its nodes
 
     def __init__(
-        self,
-        lm: TargetModel,
-        adapter: Layer,
-        options: KangarooTreeConfig,
-        head: DraftHead | None = None,
+        self, lm: TargetModel, adapter: Layer, options: KangarooTreeConfig, head: DraftHead | None
     ):
         super().__init__(lm, adapter, options, head)
         self.top_k = options.top_k
@@ -143,12 +135,11 @@ class KangarooTree(EarlyExit):
     ) -> tuple[Level, Read]:
         """The pending token as a level, and what the layer's first pass reads. `meta` is the block
         of the window and of this token."""
-        f_B1D, f_BND, deep_BND = self.start(batch, pending_B1, meta, window_BWD)
+        f_B1D, read = self.start(batch, pending_B1, meta, window_BWD)
         root = meta.narrow(self.window, 1)
         hidden_B1E = torch.arange(meta.extent, device=pending_B1.device) > root.slots_RT[..., None]
         # a new block with a mask, which later levels have
-        place = self.lm.forward_meta_of
-        root = place(root.slots_RT, root.positions_RT, hidden_B1E, batch.n_slots)
+        root = self.lm.forward_meta_of(root.slots_RT, root.positions_RT, hidden_B1E, batch.n_slots)
         zero_B1 = torch.zeros_like(pending_B1)
         certain_B1 = torch.ones_like(pending_B1).float()
         level = Level(
@@ -162,7 +153,7 @@ class KangarooTree(EarlyExit):
             places_BL=zero_B1,
             meta=root,
         )
-        return level, (f_BND, deep_BND)
+        return level, read
 
     def grow(
         self, batch: Batch, step: int, read: Read, meta: ForwardMeta, draws: Tensors, last: Level
@@ -172,9 +163,8 @@ class KangarooTree(EarlyExit):
         and for the root the window, too."""
         length_B, seeds_B, settings_B3 = draws
         width = last.score_BL.shape[1]
-        f_BND, deep_BND = read
-        meta = meta.to(f_BND.device)
-        adapted_BND = self.adapter(f_BND, deep_BND, meta, self.cache.at(meta))
+        meta = meta.to(read[0].device)
+        adapted_BND = self.adapter(*read, meta, self.cache.at(meta))
         adapted_BLD = adapted_BND[:, -width:]  # without the window
         logits_BLK = self.head(adapted_BLD.flatten(0, 1)).unflatten(0, (batch.size, width))
         children_BM = self.head.candidates(

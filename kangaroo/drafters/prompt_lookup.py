@@ -31,10 +31,8 @@ class PromptLookup(FromText):
     """Drafts the tokens of transformers' `PromptLookupCandidateGenerator`: the first occurrence of
     the longest n-gram counts, and a draft ends before an EOS."""
 
-    def __init__(
-        self, max_matching_ngram_size: int = 3, num_pred_tokens: int = 10, min_ngram: int = 1
-    ):
-        self.max_ngram = max_matching_ngram_size
+    def __init__(self, max_ngram: int = 3, num_pred_tokens: int = 10, min_ngram: int = 1):
+        self.max_ngram = max_ngram
         self.min_ngram = min_ngram
         self.max_nodes = num_pred_tokens
 

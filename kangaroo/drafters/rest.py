@@ -1,6 +1,6 @@
 """REST: a tree of what follows the last tokens of the text in a datastore.
 
-Shapes: M occurrences, S steps, K prefixes of what follows them.
+Shapes: M occurrences, S steps, K prefixes of what follows them, N nodes.
 """
 
 from dataclasses import dataclass
@@ -66,32 +66,28 @@ class Rest(TreesFromText):
         differs_MS = np.ones_like(valid_MS)
         differs_MS[1:] = tokens_MS[1:] != tokens_MS[:-1]
         is_first_MS = np.logical_or.accumulate(differs_MS, axis=1)  # of all with its prefix
-        tokens = []
-        parents = []
-        ranks = []
-        starts = []
+        levels = []  # of each node its token, parent, rank and first start
         nodes = 0
         parent_M = np.full(len(starts_M), -1)  # the node that each occurrence has reached
         for depth in range(self.options.steps):
             first_K = np.flatnonzero(is_first_MS[:, depth])
             counts_K = np.diff(first_K, append=len(starts_M))
             valid_K = valid_MS[first_K, depth]
-            tokens.append(tokens_MS[first_K[valid_K], depth])
-            parents.append(parent_M[first_K[valid_K]])
-            ranks.append(counts_K[valid_K] * self.options.steps - depth)
-            starts.append(np.minimum.reduceat(starts_M, first_K)[valid_K])
+            kept_K = first_K[valid_K]
+            rank_K = counts_K[valid_K] * self.options.steps - depth
+            start_K = np.minimum.reduceat(starts_M, first_K)[valid_K]
+            levels.append((tokens_MS[kept_K, depth], parent_M[kept_K], rank_K, start_K))
             node_K = np.where(valid_K, nodes + np.cumsum(valid_K) - 1, -1)
             parent_M = np.repeat(node_K, counts_K)
             nodes += int(valid_K.sum())
-        rank_K = np.concatenate(ranks)
+        token_N, parent_N, rank_N, start_N = map(np.concatenate, zip(*levels, strict=True))
         # to sort thousands of nodes would take most of a step
         last = max(nodes - self.options.num_draft, 0)
-        chosen = np.flatnonzero(rank_K >= np.partition(rank_K, last)[last])
-        order = np.lexsort((np.concatenate(starts)[chosen], -rank_K[chosen]))
+        chosen = np.flatnonzero(rank_N >= np.partition(rank_N, last)[last])
+        order = np.lexsort((start_N[chosen], -rank_N[chosen]))
         chosen = chosen[order][: self.options.num_draft]
         number = {int(node): i for i, node in enumerate(chosen, start=1)} | {-1: 0}
-        chosen_parents = [number[int(parent)] for parent in np.concatenate(parents)[chosen]]
-        return np.concatenate(tokens)[chosen].tolist(), chosen_parents
+        return token_N[chosen].tolist(), [number[int(parent)] for parent in parent_N[chosen]]
 
     def _occurrences(self, text: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each occurrence where its continuation starts, the tokens from there on, and which of

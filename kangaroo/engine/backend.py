@@ -102,6 +102,7 @@ class Head(Protocol):
     ) -> Chosen | None:
         """The likeliest tokens, the first of equal ones, and their probabilities, both `[R, T]`;
         None if that takes all logits. `ids_O` are the tokens of the outputs; None is all tokens."""
+        return None
 
 
 class Backend:

@@ -14,6 +14,7 @@ from kangaroo.engine.cache import KVCache, Tensors
 from kangaroo.engine.constraint import Constraint
 from kangaroo.engine.requests import Request, StepRecord
 from kangaroo.engine.sampling import Rule, Sampling, combine, settings
+from kangaroo.engine.topk_logits import Rows
 from kangaroo.engine.tree import Draft, Verdict
 from kangaroo.utils.errors import ConfigError
 
@@ -161,12 +162,21 @@ class Batch:
             self.stop(row)
         return tokens
 
-    def take_step(self, row: int, wrote: Sequence[int], record: StepRecord) -> None:
-        """Append what a step wrote in a row (`written`) on the host, and record it."""
-        count, record.drafted, *tokens = wrote
-        record.tokens = self.append(row, tokens[:count])
-        record.accepted = min(count - 1, len(record.tokens))
-        self.budget.observe(row, record.drafted, record.accepted)
+    def take_step(
+        self, wrote: Sequence[Sequence[int]], topk: Rows, drafting: float, verifying: float
+    ) -> list[StepRecord]:
+        """Append what a step wrote in active rows (`written`) on the host. Returns a record of each
+        row; `drafting` and `verifying` are the step's seconds."""
+        records = [
+            StepRecord([], draft_seconds=drafting, verify_seconds=verifying, topk=x) for x in topk
+        ]
+        for row in self.active:
+            record = records[row]
+            count, record.drafted, *tokens = wrote[row]
+            record.tokens = self.append(row, tokens[:count])
+            record.accepted = min(count - 1, len(record.tokens))
+            self.budget.observe(row, record.drafted, record.accepted)
+        return records
 
     @torch.inference_mode()
     def stop(self, row: int) -> None:

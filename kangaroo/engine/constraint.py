@@ -9,8 +9,8 @@ Shapes: N nodes of a draft, V vocabulary.
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -94,9 +94,7 @@ class Restrictions:
     tokenizer: PreTrainedTokenizerBase | None
     vocab_size: int
     eos_ids: Collection[int]
-
-    def __post_init__(self) -> None:
-        self.lock = threading.Lock()  # held while a grammar is made
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while a grammar is made
 
     def of(
         self, biases: Mapping[int, float] | None = None, schema: Mapping[str, Any] | None = None
@@ -110,10 +108,7 @@ class Restrictions:
         if schema is not None:
             with self.lock:
                 matcher = self._json(schema)
-
-        def constraint() -> Constraint:
-            return Constraint(self.vocab_size, biases, matcher)
-
+        constraint = partial(Constraint, self.vocab_size, biases, matcher)
         constraint()  # for its errors
         return constraint
 

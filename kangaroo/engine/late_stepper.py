@@ -40,11 +40,9 @@ class State(NamedTuple):
 
 @dataclass
 class Launched:
-    """A step that the device was given: what it writes, on the way to the host, its bounds, and the
-    drafter's window before it."""
+    """A step that the device was given: what it writes, on the way to the host, and its bounds."""
 
     written_BX: Tensor
-    window_BWD: Tensor | None
     start: Mark
     stop: Mark
 
@@ -53,8 +51,7 @@ class Launched:
         event = self.stop[0]
         if isinstance(event, torch.cuda.Event):
             event.synchronize()
-        rows: list[list[int]] = self.written_BX.tolist()
-        return rows
+        return self.written_BX.tolist()
 
 
 def needs_no_host(lm: TargetModel, drafter: Drafter, rows: int) -> bool:
@@ -115,14 +112,13 @@ class LateStepper(Stepper):
         goes_on = any(len(batch.texts[row]) + self.most < batch.limits[row] for row in active)
         self.ahead = self._launch(self.most, limits) if is_known and goes_on and pays else None
         if self.chain is not None:  # the drafter's window is that of the texts
-            window_BWD = self.ahead.window_BWD if self.ahead else self.state.window_BWD
+            window_BWD = self.state.window_before_BWD if self.ahead else self.state.window_BWD
             assert window_BWD is not None
             self.chain.shallow_BWD = window_BWD
         rows = launched.read()
         seconds = between(launched.start, launched.stop)  # of all: a graph is not divided
-        records = [StepRecord([], verify_seconds=seconds) for _ in rows]
-        for row in active:
-            batch.take_step(row, rows[row] if self.chain else (1, 0, *rows[row]), records[row])
+        wrote = rows if self.chain else [[1, 0, *row] for row in rows]
+        records = batch.take_step(wrote, [None] * batch.size, drafting=0.0, verifying=seconds)
         self.lengths = batch.lengths
         return records
 
@@ -212,7 +208,7 @@ class LateStepper(Stepper):
         assert new_BX is not None
         written_BX = torch.empty(new_BX.shape, dtype=torch.long, pin_memory=pinned)
         written_BX.copy_(new_BX, non_blocking=True)
-        return Launched(written_BX, self.state.window_before_BWD, start, mark(lm.device))
+        return Launched(written_BX, start, mark(lm.device))
 
     def _write_token(
         self, batch: Batch, extent: int, rows_B4: Tensor, settings_B3: Tensor, *chain: None
@@ -220,8 +216,7 @@ class LateStepper(Stepper):
         """A vanilla step, with less to launch than that of tensors."""
         lm = self.lm
         token_B, length_B, limit_B, seed_B = rows_B4.unbind(1)
-        tree = Tree.chain(1, lm.device)
-        meta = lm.forward_meta(tree, length_B - 1, extent, batch.n_slots)
+        meta = lm.forward_meta(Tree.chain(1, lm.device), length_B - 1, extent, batch.n_slots)
         x_B1D = lm.embed(token_B[:, None])
         x_B1D, _ = lm.run(x_B1D, batch.cache, meta, range(lm.n_layers))
         if batch.sampling.greedy:

@@ -127,14 +127,13 @@ class Prompt:
     free until the last chunk is read. Errors: as `Session.admit`."""
 
     def __init__(self, session: Session, row: int, request: Request):
-        batch = session.batch
         session.check_open()
         session.engine.check(request)
-        request.check_fits("this batch was opened for texts of", batch.longest)
+        request.check_fits("this batch was opened for texts of", session.batch.longest)
         self.session = session
         self.row = row
         self.request = request
-        self.tokens_T = torch.tensor(request.text, device=batch.device)
+        self.tokens_T = torch.tensor(request.text, device=session.batch.device)
         self.seconds = 0.0
         self.reused = -1  # tokens that a row had read already
         self.read = -1  # tokens that are read now

@@ -86,15 +86,7 @@ class TensorStepper(Stepper):
             topk = topk_logits.likeliest(verification.logits_BNV, verdict.path_BP, batch.keep)
             if batch.likeliest:
                 self._add_likeliest(draft, verification.logits_BNV)
-        drafting = between(started, proposed)
-        verifying = between(proposed, verified)
-        records = [
-            StepRecord([], draft_seconds=drafting, verify_seconds=verifying, topk=row_topk)
-            for row_topk in topk
-        ]
-        for row in batch.active:
-            batch.take_step(row, rows[row], records[row])
-        return records
+        return batch.take_step(rows, topk, between(started, proposed), between(proposed, verified))
 
     def _place(self, draft: Draft) -> ForwardMeta:
         """The block of a draft. If that has only tokens, it is padded to a recorded shape."""

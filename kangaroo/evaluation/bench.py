@@ -176,8 +176,7 @@ def question_prompts(
     tokenizer: Tokenizer, count: int, bench: BenchConfig, longest: int
 ) -> list[list[int]]:
     """First turns of `count` questions, spread over the tasks, with at most `longest` tokens."""
-    questions = load_questions(bench)
-    prompts = [prompt_ids(tokenizer, question.conversation()) for question in questions]
+    prompts = [prompt_ids(tokenizer, question.conversation()) for question in load_questions(bench)]
     fitting = [prompt for prompt in prompts if len(prompt) <= longest]
     if not fitting:
         raise ConfigError(

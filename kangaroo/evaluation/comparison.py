@@ -72,10 +72,7 @@ def compare(folder: Path) -> Comparison | None:
         "turns": largest["lossless"]["turns"],
         "settings": shared_settings(largest),
         "methods": methods,
-        "paired": [
-            compare_pair(row, column)
-            for row, column in itertools.combinations(by_question.items(), 2)
-        ],
+        "paired": [compare_pair(*pair) for pair in itertools.combinations(by_question.items(), 2)],
     }
 
 

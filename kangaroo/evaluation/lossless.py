@@ -35,9 +35,8 @@ def fork(
     position = next((i for i in range(shorter) if method[i] != vanilla[i]), shorter)
     if position == shorter:  # one goes on, although limit and EOS are the same
         return Fork(position, None, "bug")
-    logits_V = target_logits(lm, prompt + vanilla[:position])
     gap, label = judge(
-        logits_V,
+        target_logits(lm, prompt + vanilla[:position]),
         method[position],
         vanilla[position],
         dtype=lm.dtype,
@@ -90,8 +89,7 @@ def scores(logits_V: Tensor, sampling: Sampling, seed: int, position: int) -> Te
 @torch.no_grad()
 def target_logits(lm: TargetModel, tokens: list[int]) -> Tensor:
     """float32 logits `[V]` of the token after `tokens`, computed as vanilla decoding does."""
-    engine = Engine(lm, Vanilla())
-    session = engine.open(1, len(tokens) + 1, Sampling())
+    session = Engine(lm, Vanilla()).open(1, len(tokens) + 1, Sampling())
     session.admit(0, Request(tokens, max_new_tokens=1))
     # the last token again, alone, since prefill and decoding round differently
     last_11 = torch.tensor([tokens[-1:]], device=lm.device)

@@ -134,8 +134,7 @@ def start_run(folder: Path, settings: dict[str, Any], cost: dict[str, Any], resu
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Settings, drafter's cost and provenance of a run, as `start_run` wrote them."""
-    fix = "Pass resume=false to begin anew."
-    with explained(CorruptFile, f"'{folder / RUN}'", fix):
+    with explained(CorruptFile, f"'{folder / RUN}'", "Pass resume=false to begin anew."):
         run = json.loads((folder / RUN).read_text())
         return {name: run[name] for name in ("settings", "drafter_cost", "provenance")}
 

@@ -178,9 +178,7 @@ def throughput(
     return results
 
 
-def tokens_per_second(
-    engines: Sequence[Engine], prompts: Prompts, new_tokens: int
-) -> tuple[float, ...]:
+def tokens_per_second(engines: Sequence[Engine], prompts: Prompts, new_tokens: int) -> np.ndarray:
     """Each engine's speed in decoding a batch, past any EOS, until its first text is complete."""
     sessions = []
     for engine in engines:
@@ -196,7 +194,7 @@ def tokens_per_second(
             start = now(engines[i].lm.device)
             written[i] += sum(len(record.tokens) for record in sessions[i].step())
             seconds[i] += now(engines[i].lm.device) - start
-    return tuple(written / seconds)
+    return written / seconds
 
 
 def summarise(texts: Sequence[Generation], limit: float) -> Results:
@@ -237,10 +235,7 @@ def write(result: Results, output: Path, console: Console) -> None:
     write_json(output / "speed.json", result)
     text = ""
     for name, title in TITLES.items():
-        rows = [
-            {heading.replace("_", " "): cell(value) for heading, value in row.items()}
-            for row in result[name]
-        ]
+        rows = [{k.replace("_", " "): cell(x) for k, x in row.items()} for row in result[name]]
         text += f"**{title}**\n\n{tables.markdown(rows)}\n\n"
         console.print(tables.terminal(rows, title))
     (output / "speed.md").write_text(f"{text}{notes(result)}\n", encoding="utf-8")

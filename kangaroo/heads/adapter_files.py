@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,14 +23,8 @@ from kangaroo.heads.draft_head import DraftHead
 from kangaroo.models.loading import ModelConfig, known_model, model_options, shape_of
 from kangaroo.models.supported import target_hashes
 from kangaroo.models.target import TargetModel
+from kangaroo.utils import errors
 from kangaroo.utils.discovery import classes
-from kangaroo.utils.errors import (
-    AdapterMismatch,
-    AdapterNotFound,
-    ConfigError,
-    CorruptFile,
-    KangarooError,
-)
 from kangaroo.utils.folders import SHIPPED, command_line, project_folder, resolve_path, write_json
 
 WEIGHTS = "adapter.safetensors"
@@ -86,7 +80,7 @@ def adapters_of(path: str, name: str) -> str:
         return name
     try:
         hashes = target_hashes(shape_of(ModelConfig(name, path)))
-    except KangarooError:  # reported when the model is loaded
+    except errors.KangarooError:  # reported when the model is loaded
         return name
     others = set[str]()
     for file in configs:
@@ -156,9 +150,9 @@ def find(
     folder = resolve_path(path)
     if folder.parent == SHIPPED:
         if (reason := absence(path)) is not None:
-            raise AdapterNotFound(reason)
+            raise errors.AdapterNotFound(reason)
         folder = _default(folder) or folder
-        with suppress(CorruptFile):  # nobody asked for the damaged adapter
+        with suppress(errors.CorruptFile):  # nobody asked for the damaged adapter
             if folder.parent == SHIPPED and (saved := _saved_by_training(folder)[2]):
                 trained = ", ".join(map(str, saved))
                 _say_once(
@@ -166,12 +160,9 @@ def find(
                 )
     if folder.is_dir():
         return folder
-    try:
+    problem = f"no adapter at '{path}': it is not a folder, and the hub gave none"
+    with errors.explained(errors.AdapterNotFound, problem, fix, (OSError, HFValidationError)):
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise AdapterNotFound(
-            f"no adapter at '{path}': it is not a folder, and the hub gave none ({error}). {fix}"
-        ) from error
 
 
 def absence(path: str) -> str | None:
@@ -203,7 +194,7 @@ def _default(folder: Path) -> Path | None:
             return place
     saved = _saved_by_training(plain)[2]
     if len(saved) > 1:
-        raise AdapterNotFound(
+        raise errors.AdapterNotFound(
             f"no adapter at '{plain}', and training saved several: {', '.join(map(str, saved))}. "
             "Pass drafter.adapter= one of them."
         )
@@ -242,16 +233,14 @@ def draft_vocabulary(path: str, size: int) -> Tensor:
     `AdapterNotFound` if it has no vocabulary, `CorruptFile`, `ConfigError` if that is smaller."""
     file = find(path) / VOCABULARY
     if not file.is_file():
-        raise AdapterNotFound(
+        raise errors.AdapterNotFound(
             f"adapter '{path}' has no {VOCABULARY}, so drafter.vocabulary={size} cannot be chosen "
             "from it. Leave it unset, or train the adapter again."
         )
-    try:
+    with _readable(file):
         frequent_K = load_file(file)["frequent"].long()
-    except (SafetensorError, KeyError) as error:
-        raise _unreadable(file, error) from error
     if not 0 < size <= len(frequent_K):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"drafter.vocabulary={size} must lie in 1 to {len(frequent_K)}, the distinct tokens "
             f"that adapter '{path}' was trained on."
         )
@@ -266,7 +255,7 @@ def load(
     adapter, vocabulary_K = load_as_saved(path, lm, vocabulary)
     if not isinstance(adapter, kind):
         head = adapter.architecture
-        raise AdapterMismatch(
+        raise errors.AdapterMismatch(
             f"'{path}' is a trained {head.kind()}; pass drafter={head.drafter} for it, or "
             "drafter.adapter= one that this drafter can use."
         )
@@ -287,7 +276,7 @@ def load_as_saved(
     state = read_weights(folder)
     hashes = target_hashes(lm.config)
     if config.n_layers != lm.n_layers or config.target_hash not in hashes:
-        raise AdapterMismatch(
+        raise errors.AdapterMismatch(
             f"adapter '{path}' was trained for {config.target} (exit layer {config.exit_layer} of "
             f"{config.n_layers} layers, config {config.target_hash}); this target is {lm.name} "
             f"({lm.n_layers} layers, config {hashes[0]}). Pass drafter.adapter= one trained for "
@@ -306,7 +295,7 @@ def load_as_saved(
     with torch.device("meta"):
         adapter = config.architecture.build(lm, config.exit_layer, vocabulary_K)
     if adapter.own_heads() and size != trained_size:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"adapter '{path}' has a head of its own over {config.vocabulary or 'all'} tokens: "
             f"leave drafter.vocabulary={size} out."
         )
@@ -321,18 +310,16 @@ def assign_weights(adapter: Kind, state: Mapping[str, Tensor], fault: str) -> Ki
     try:
         adapter.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise AdapterMismatch(f"{fault}: {error}") from error
+        raise errors.AdapterMismatch(f"{fault}: {error}") from error
     return adapter.eval().requires_grad_(False)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights in an adapter's folder. Errors: `CorruptFile`, also for infinity or NaN."""
-    try:
+    with _readable(folder):
         state = load_file(folder / WEIGHTS)
-    except (ValueError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
-    if (name := not_finite(state)) is not None:
-        raise _unreadable(folder, f"{name} holds numbers that are not finite")
+        if (name := not_finite(state)) is not None:
+            raise ValueError(f"{name} holds numbers that are not finite")
     return state
 
 
@@ -345,7 +332,7 @@ def read_config(path: str) -> AdapterConfig:
     """The config of an adapter. Errors: `AdapterNotFound`, `CorruptFile`."""
     folder = _complete(find(path))
     kinds = classes("kangaroo.heads", HeadConfig)
-    try:
+    with _readable(folder):
         fields = json.loads((folder / CONFIG).read_text())
         parts = fields.pop("architecture")
         kind = parts.pop("kind", None)
@@ -357,8 +344,6 @@ def read_config(path: str) -> AdapterConfig:
             if type(count) is not int or count < 0:
                 raise ValueError(f"its {name} is {count!r}, no count")
         return config
-    except (ValueError, TypeError, AttributeError, KeyError, ConfigError) as error:  # no JSON, ...
-        raise _unreadable(folder, error) from error
 
 
 def _complete(folder: Path) -> Path:
@@ -368,9 +353,13 @@ def _complete(folder: Path) -> Path:
         if not (folder / name).is_file():
             trained = [str(file.parent) for file in sorted(folder.glob(f"*/{WEIGHTS}"))]
             fix = f"; it holds {', '.join(trained)}: pass drafter.adapter= one" if trained else ""
-            raise AdapterNotFound(f"'{folder}' holds no {name}, so it is no adapter's folder{fix}.")
+            raise errors.AdapterNotFound(
+                f"'{folder}' holds no {name}, so it is no adapter's folder{fix}."
+            )
     return folder
 
 
-def _unreadable(path: Path, error: Exception | str) -> CorruptFile:
-    return CorruptFile(f"adapter '{path}' cannot be read ({error}); fetch or train it again.")
+def _readable(path: Path) -> AbstractContextManager[None]:
+    causes = (*errors.DAMAGED, SafetensorError, errors.ConfigError)
+    fix = "Fetch or train it again."
+    return errors.explained(errors.CorruptFile, f"adapter '{path}' cannot be read", fix, causes)

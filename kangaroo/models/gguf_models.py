@@ -16,7 +16,7 @@ from transformers import PretrainedConfig as Config
 from kangaroo.models.gguf_file import GGUFFile
 from kangaroo.models.packed import PackedEmbedding, PackedLinear, PackedMatrix
 from kangaroo.models.supported import check_supported
-from kangaroo.utils.errors import UnsupportedModel
+from kangaroo.utils.errors import UnsupportedModel, explained
 
 READ = "llama", "qwen2", "qwen3"  # architectures read here; others are left to transformers
 PACKABLE = {  # formats that may stay packed, since native code multiplies them as they lie
@@ -78,8 +78,7 @@ def _rope(file: GGUFFile) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": file.field("rope.freq_base", 10000.0)}
     kind = file.field("rope.scaling.type", "none")
     if ROPE_FACTORS in file.tensors:
-        factors_F = _numbers(file, ROPE_FACTORS)
-        return rope | LLAMA_3 | {"factor": round(factors_F.max().item(), 3)}
+        return rope | LLAMA_3 | {"factor": round(_numbers(file, ROPE_FACTORS).max().item(), 3)}
     if kind == "none":
         return rope
     rope |= {"rope_type": kind, "factor": file.field("rope.scaling.factor")}
@@ -140,14 +139,13 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
                 f"the weight '{stored_name}' has the shape {[*stored.shape]}, but by its metadata "
                 f"it would be {[*shape]}"
             )
-        order_O = _order(file, name, stored.shape[0])
+        order = _order(file, name, stored.shape[0])
+        blocks_OB = blocks_OB[order]
         bias = None
+        unused -= {stored_name}
         if module._parameters.get("bias") is not None:
-            bias_O = _numbers(file, f"{place}.bias").to(dtype)
-            bias = nn.Parameter(bias_O if order_O is None else bias_O[order_O])
-        unused -= {stored_name, f"{place}.bias"} if bias is not None else {stored_name}
-        if order_O is not None:
-            blocks_OB = blocks_OB[order_O]
+            bias = nn.Parameter(_numbers(file, f"{place}.bias").to(dtype)[order])
+            unused -= {f"{place}.bias"}
         if packed and len(shape) == 2 and stored.kind in PACKABLE:
             if isinstance(module, nn.Embedding):
                 new: nn.Module = PackedEmbedding(blocks_OB, stored.kind, dtype)
@@ -156,8 +154,7 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
             model.set_submodule(name, new)
             continue
         widened += len(shape) == 2
-        numbers = _widened(file, blocks_OB, stored.kind, dtype)
-        module.weight = nn.Parameter(numbers.view(shape))
+        module.weight = nn.Parameter(_widened(file, blocks_OB, stored.kind, dtype).view(shape))
         if bias is not None:
             module.bias = bias
     if unused:
@@ -172,11 +169,11 @@ def _fill(file: GGUFFile, model: Any, dtype: torch.dtype, packed: bool) -> None:
         )
 
 
-def _order(file: GGUFFile, name: str, n_rows: int) -> Tensor | None:
-    """The file's row for each row in transformers; None if it is the same. In llama files the rows
-    of queries and keys are permuted within each head, since llama.cpp rotates neighbours."""
+def _order(file: GGUFFile, name: str, n_rows: int) -> Tensor | slice:
+    """An index that puts the file's rows in transformers' order. In llama files the rows of queries
+    and keys are permuted within each head, since llama.cpp rotates neighbours."""
     if file.architecture != "llama" or not name.endswith(("q_proj", "k_proj")):
-        return None
+        return slice(None)
     heads = file.field("attention.head_count")
     if name.endswith("k_proj"):
         heads = file.field("attention.head_count_kv", heads)
@@ -185,8 +182,7 @@ def _order(file: GGUFFile, name: str, n_rows: int) -> Tensor | None:
 
 def _numbers(file: GGUFFile, name: str) -> Tensor:
     """A vector of a file in float32."""
-    blocks_1B = file.blocks(name)
-    return _widened(file, blocks_1B, file.tensors[name].kind, torch.float32).flatten()
+    return _widened(file, file.blocks(name), file.tensors[name].kind, torch.float32).flatten()
 
 
 def _widened(file: GGUFFile, blocks_OB: Tensor, kind: Kind, dtype: torch.dtype) -> Tensor:
@@ -214,12 +210,10 @@ def _check_rope(file: GGUFFile, frequencies_F: Tensor) -> None:
 
 def _left_to_transformers(file: GGUFFile, kind: Any, **options: Any) -> Any:
     """What transformers reads from a file of an architecture that is not in `READ`."""
-    try:
+    problem = f"'{file.path}' is a {file.architecture} model, which cannot be read from a GGUF file"
+    fix = f"Pass model= a file of {', '.join(READ)}, or one that transformers reads."
+    causes = (ValueError, NotImplementedError, KeyError, TypeError)
+    with explained(UnsupportedModel, problem, fix, causes):
         read = kind.from_pretrained(file.path.parent, gguf_file=file.path.name, **options)
         check_supported(read if isinstance(read, Config) else read.config)
-    except (ValueError, NotImplementedError, KeyError, TypeError) as error:
-        raise UnsupportedModel(
-            f"'{file.path}' is a {file.architecture} model, which cannot be read from a GGUF file "
-            f"({error}). Pass model= a file of {', '.join(READ)}, or one that transformers reads."
-        ) from error
     return read

@@ -12,7 +12,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 from kangaroo.models import prompts
 from kangaroo.models.gguf_file import GGUFFile
-from kangaroo.utils.errors import UnsupportedModel
+from kangaroo.utils.errors import UnsupportedModel, explained
 
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 LLAMA_3 = {"llama3", "llama-v3", "llama-bpe"}  # whole tokens come before merges
@@ -74,9 +74,8 @@ def _read(file: GGUFFile) -> prompts.Tokenizer:
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     if fields.get("add_bos_token", pre in LLAMA_3):
         bos = str(tokenizer.bos_token)
-        ids = [(bos, vocabulary[bos])]
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=ids
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
         )
     return tokenizer
 
@@ -87,13 +86,11 @@ def _left_to_transformers(file: GGUFFile, kind: str, pre: str) -> prompts.Tokeni
             f"the tokenizer of '{file.path}' splits texts by '{pre}', which is not known here. "
             "Transformers reads it, and some texts may become other tokens than in llama.cpp."
         )
-    try:
+    problem = f"the tokenizer of '{file.path}' ({kind}) cannot be read"
+    fix = "Pass model= another file, or the folder of the model that it was made from."
+    # a malformed file can make transformers raise anything
+    with explained(UnsupportedModel, problem, fix, (Exception,)):
         return AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    except Exception as error:  # a malformed file can make transformers raise anything
-        raise UnsupportedModel(
-            f"the tokenizer of '{file.path}' ({kind}) cannot be read: {error}. Pass model= another "
-            "file, or the folder of the model that it was made from."
-        ) from error
 
 
 def byte_level_tokenizer(

@@ -18,26 +18,13 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kangaroo.cpu import native
-from kangaroo.models import gguf_tokenizer, random_models
-from kangaroo.models.checkpoints import (
-    check_placed,
-    check_tokenizer,
-    first_line,
-    read_checkpoint,
-    read_tokenizer,
-)
+from kangaroo.models import checkpoints, gguf_tokenizer, quantizing, random_models
 from kangaroo.models.embedded import EMBEDDED, embedded_checkpoint
 from kangaroo.models.gguf_file import GGUFFile, gguf_path, is_gguf
 from kangaroo.models.gguf_models import PACKABLE, read_config, read_model
 from kangaroo.models.layer_weights import is_plain, packed_linears
 from kangaroo.models.prompts import Tokenizer, chat_template, turn_end
-from kangaroo.models.quantizing import (
-    Quantization,
-    check_package,
-    quantization_fields,
-    quantize,
-    weight_bits,
-)
+from kangaroo.models.quantizing import Quantization, quantization_fields
 from kangaroo.models.random_models import RANDOM, TINY, byte_tokenizer, known_shape, random_model
 from kangaroo.models.supported import eos_ids, with_layers
 from kangaroo.models.target import TargetModel
@@ -180,7 +167,7 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
     `CorruptFile`, `UnsupportedModel`, `ModelTooLarge`, `MissingPackage`; `ConfigError` for an
     unknown template or `eos_token`."""
     if config.quantization is not None:
-        check_package(config.quantization)
+        quantizing.check_package(config.quantization)
     template = None if config.chat_template is None else chat_template(config.chat_template)
     device = str(default_device()) if config.device == "auto" else config.device
     if config.path.startswith(RANDOM):
@@ -193,10 +180,10 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
         options["device_map"] = config.device_map or ("cpu" if config.quantization else device)
         source = checkpoint_at(config.path)
         if layers is None or config.quantization or quantization_fields(shape_of(config)):
-            model, tokenizer = read_checkpoint(source, config.revision, **options)
+            model, tokenizer = checkpoints.read_checkpoint(source, config.revision, **options)
         else:
             options["config"] = with_layers(shape_of(config), range(layers))
-            model, tokenizer = read_checkpoint(source, config.revision, **options)
+            model, tokenizer = checkpoints.read_checkpoint(source, config.revision, **options)
             with torch.device("meta"):
                 whole: Any = AutoModelForCausalLM.from_config(shape_of(config))
             model.model.layers.extend(whole.model.layers[layers:])
@@ -214,9 +201,9 @@ def load(config: ModelConfig, layers: int | None = None) -> tuple[PreTrainedMode
         model.generation_config.eos_token_id = [*ends, eos_id]
     model.config.name_or_path = config.path  # for messages, instead of a cache folder
     if config.device_map:
-        check_placed(model)
+        checkpoints.check_placed(model)
     if config.quantization:
-        quantize(model, config.quantization, None if config.device_map else device)
+        quantizing.quantize(model, config.quantization, None if config.device_map else device)
     elif packed_linears(model) and not is_gguf(config.path):
         with torch.no_grad():  # some formats unpack weights in the first forward pass
             model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
@@ -276,8 +263,8 @@ def shape_of(config: ModelConfig) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise ModelNotFound(
             f"the shape of '{config.path}' is not known: neither a folder of this name nor the hub "
-            f"gave its config: {first_line(error)}. Go online, pass model.path= a local folder, or "
-            f"choose one of {', '.join(random_models.SHAPES)}."
+            f"gave its config: {checkpoints.first_line(error)}. Go online, pass model.path= a "
+            f"local folder, or choose one of {', '.join(random_models.SHAPES)}."
         ) from error
 
 
@@ -289,11 +276,12 @@ def meta_model(config: ModelConfig) -> TargetModel:
             hf = AutoModelForCausalLM.from_config(shape, dtype=config.dtype.torch)
     except ValueError as error:
         raise UnsupportedModel(
-            f"'{config.path}' cannot be a target: {first_line(error)}. Choose another model.path."
+            f"'{config.path}' cannot be a target: {checkpoints.first_line(error)}. Choose another "
+            "model.path."
         ) from error
     hf.config.name_or_path = config.path
     lm = TargetModel(hf)
-    lm.weight_bits = weight_bits(shape, config.quantization)
+    lm.weight_bits = quantizing.weight_bits(shape, config.quantization)
     return lm
 
 
@@ -304,7 +292,7 @@ def load_tokenizer(path: str, revision: str | None) -> Tokenizer | None:
         return byte_tokenizer() if path == TINY else None
     if is_gguf(path):
         return gguf_tokenizer.read_tokenizer(GGUFFile(gguf_path(path, revision)))
-    return read_tokenizer(checkpoint_at(path), revision)
+    return checkpoints.read_tokenizer(checkpoint_at(path), revision)
 
 
 def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Tokenizer]:
@@ -313,9 +301,10 @@ def _read_gguf(config: ModelConfig, device: str) -> tuple[PreTrainedModel, Token
     packed = config.weights is Weights.packed
     chosen = config.weights is None and config.quantization is None
     if chosen and config.compiled and device == "cpu" and config.dtype is not Dtype.float16:
-        packed = file.kinds() <= {*PACKABLE, Kind.F32} and native.library() is not None
+        kinds = {stored.kind for stored in file.tensors.values() if len(stored.shape) == 2}
+        packed = kinds <= {*PACKABLE, Kind.F32} and native.library() is not None
     model = read_model(file, config.dtype.torch, packed)
-    check_tokenizer(tokenizer, model, config.path)
+    checkpoints.check_tokenizer(tokenizer, model, config.path)
     return model.to(device), tokenizer  # type: ignore[arg-type]
 
 

@@ -43,11 +43,6 @@ class PackedMatrix(nn.Module):
         # a copy, since float32 numbers would be a view of the file
         return torch.from_numpy(np.array(numbers_RI)).to(self.blocks_OB.device, self.dtype)
 
-    def beginning(self, count: int) -> Tensor:
-        """The first rows, with `count` numbers or more."""
-        n_rows = min(self.shape[0], -(-count // self.shape[1]))
-        return self.widened(torch.arange(n_rows))
-
 
 def keep_widened(module: nn.Module) -> None:
     """Widen the packed matrices inside a module once, for code that reads them at every token."""

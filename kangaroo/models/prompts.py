@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from typing_extensions import NotRequired
 
-from kangaroo.utils.errors import ConfigError, PromptError
+from kangaroo.utils.errors import ConfigError, PromptError, explained
 
 Tokenizer = PreTrainedTokenizerBase
 TEMPLATES = Path(__file__).parent / "templates"
@@ -252,11 +252,8 @@ def _render(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt
             f"model.chat_template={TEMPLATE_NAMES}."
         )
     text = _apply_template(tokenizer, messages, add_generation_prompt, tokenize=False)
-    try:
+    with explained(PromptError, "the prompt is no text", "Write it in whole characters."):
         return valid_text(text)
-    except ValueError as error:
-        problem = f"the prompt is no text: {error}. Write it in whole characters."
-        raise PromptError(problem) from error
 
 
 def _apply_template(

@@ -102,27 +102,24 @@ def _to_nf4(layer: nn.Module) -> None:
         layer.set_submodule(name, packed.to(weight.device))
 
 
-def check_head(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel` for a checkpoint whose LM head is quantized."""
-    if isinstance(model.lm_head, PackedLinear):  # its rows are widened as they are read
-        return
-    weight = getattr(model.lm_head, "weight", None)
+def check_quantized(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel` for a checkpoint whose LM head is quantized, or where a token's
+    results depend on the other tokens of a pass."""
     name = model.config.name_or_path or model.config.model_type
-    if weight is None or weight.dtype not in FORMATS or type(weight) is not nn.Parameter:
+    weight = getattr(model.lm_head, "weight", None)
+    is_plain = type(weight) is nn.Parameter and weight.dtype in FORMATS
+    # the rows of a packed head are widened as they are read
+    if not is_plain and not isinstance(model.lm_head, PackedLinear):
         raise UnsupportedModel(
             f"the LM head of '{name}' is quantized, and drafters read rows of it. Pass model.path= "
             "a checkpoint that leaves lm_head as it is, as most do."
         )
-
-
-def check_linears(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel` if a token's results depend on the other tokens of a pass."""
     for linear in packed_linears(model).values():
         if getattr(getattr(linear, "state", None), "threshold", 0):
             raise UnsupportedModel(
-                f"'{model.config.name_or_path}' is quantized by LLM.int8(), whose outliers depend "
-                "on all tokens of a pass: drafting would change what the model writes. Quantize it "
-                "with llm_int8_threshold=0, or pass the checkpoint that it was made from, with "
+                f"'{name}' is quantized by LLM.int8(), whose outliers depend on all tokens of a "
+                "pass: drafting would change what the model writes. Quantize it with "
+                "llm_int8_threshold=0, or pass the checkpoint that it was made from, with "
                 "model.quantization=int8."
             )
 

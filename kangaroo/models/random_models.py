@@ -91,15 +91,11 @@ def random_target(path: str, device: str, dtype: torch.dtype) -> PreTrainedModel
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A ChatML tokenizer with one token per byte, then bos, eos and pad."""
-    bos = "<|im_start|>"
-    eos = "<|im_end|>"
-    pad = "<|pad|>"
+    special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     return byte_level_tokenizer(
         BPE({char: i for i, char in enumerate(sorted(ByteLevel.alphabet()))}, []),
         [ByteLevel(add_prefix_space=False, use_regex=False)],
-        [bos, eos, pad],
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
+        list(special.values()),
         chat_template=chat_template("chatml"),
+        **special,
     )

@@ -30,7 +30,7 @@ from kangaroo.models import layer_weights as weights
 from kangaroo.models import supported
 from kangaroo.models.attention import ATTENTION, attention, has_flash
 from kangaroo.models.packed import device_of
-from kangaroo.models.quantizing import check_head, check_linears
+from kangaroo.models.quantizing import check_quantized
 from kangaroo.models.supported import FULL, WINDOWED, check_supported, ropes, windows
 from kangaroo.utils.memory import weight_bytes
 
@@ -50,8 +50,7 @@ class TargetModel(nn.Module):
         super().__init__()
         cuda.fix_precision()  # here, since all commands and `kangaroo.load` make a target
         check_supported(hf.config)
-        check_head(hf)
-        check_linears(hf)
+        check_quantized(hf)
         hf.set_attn_implementation(ATTENTION)
         self.hf = hf.eval().requires_grad_(False)
         self.config = hf.config
@@ -106,8 +105,7 @@ class TargetModel(nn.Module):
         if backend.runs_layers:
             self.fast_layers = backend.layers([weights.layer_weights(x) for x in self.layers])
         saves_much = 10 * weight_bytes(self.head) > weight_bytes(*self.layers)
-        head = weights.matrix_of(self.head)
-        self.fast_head: Head | None = backend.head(head, rounds=saves_much)
+        self.fast_head: Head | None = backend.head(weights.matrix_of(self.head), rounds=saves_much)
         return self
 
     def sizes(self) -> Sizes:
@@ -365,12 +363,11 @@ class TargetModel(nn.Module):
         """The likeliest next tokens, `[B, N]`, from the output of the last layer."""
         x_MD = x_BND.flatten(0, 1)
         head = self.fast_head
-        chosen_M = None
         if head and head.takes(x_MD):
             chosen_M = head.likeliest(x_MD, self.hf.model.norm.weight)
-        if chosen_M is None:
-            return self.logits(x_BND).argmax(-1)
-        return chosen_M.unflatten(0, x_BND.shape[:2])
+            if chosen_M is not None:
+                return chosen_M.unflatten(0, x_BND.shape[:2])
+        return self.logits(x_BND).argmax(-1)
 
     def norm(self, x_BND: Tensor) -> Tensor:
         """The final norm of the last layer's output, on the norm's device."""

@@ -64,16 +64,14 @@ class Logprobs:
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
             "top_logprobs": [
-                {other["token"]: other["logprob"] for other in token["top_logprobs"]}
-                for token in tokens
+                {x["token"]: x["logprob"] for x in token["top_logprobs"]} for token in tokens
             ],
             "text_offset": offsets,
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = plain_text(self.tokenizer, [token])
-        encoded = token_bytes(self.tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": encoded}
+        return {"token": text, "logprob": logprob, "bytes": token_bytes(self.tokenizer, token)}
 
 
 @dataclass

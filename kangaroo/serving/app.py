@@ -153,11 +153,10 @@ class Server:
 
     async def completions(self, body: Completion, request: Request) -> Response:
         """Continue a prompt."""
-        prompts = list[list[int]]()
-        for prompt in body.prompt:
-            if isinstance(prompt, str):
-                prompt = await asyncio.to_thread(text_ids, self.tokenizer, prompt)
-            prompts.append(prompt)
+        prompts = [
+            await asyncio.to_thread(text_ids, self.tokenizer, x) if isinstance(x, str) else x
+            for x in body.prompt
+        ]
         return await self._answer(body, prompts, body.max_tokens, request)
 
     async def chat(self, body: Chat, request: Request) -> Response:

@@ -246,8 +246,7 @@ class Scheduler:
             return
         job = min(due, key=due.__getitem__)
         with self._ending(session, job):
-            prompt = job.prompt or self._admit(session, job)
-            job.generation = generation = prompt.advance()
+            job.generation = generation = (job.prompt or self._admit(session, job)).advance()
             if generation is not None:
                 self.read_tokens += len(job.resumed.text) - generation.reused
                 self.read_seconds += generation.prefill_seconds

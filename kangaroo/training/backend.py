@@ -129,14 +129,12 @@ class TorchBackend:
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
-        return {
-            key: {
-                name: state[key].cpu().clone()
-                for name, parameter in self.parameters.items()
-                if key in (state := states.get(parameter, {}))
-            }
-            for key in (*MOMENTS, MOMENTUM)
-        }
+        moments: dict[str, dict[str, Tensor]] = {key: {} for key in (*MOMENTS, MOMENTUM)}
+        for name, parameter in self.parameters.items():
+            state = states.get(parameter, {})
+            for key in moments.keys() & state.keys():
+                moments[key][name] = state[key].cpu().clone()
+        return moments
 
     def _load_moments(self, state: dict[str, Any]) -> None:
         names = {parameter: name for name, parameter in self.parameters.items()}

@@ -208,7 +208,8 @@ class Plan:
             products = linears.difference(adapter.own_heads())
             features = sum(m.in_features + m.out_features for m in products)
             # what autograd keeps, then the learnt positions' states and their gradients
-            kept = batch * features * adapter_recipe.architecture.passes(adapter_recipe.steps)
+            passes = adapter_recipe.steps if adapter.architecture.shares_weights else 1
+            kept = batch * features * passes
             step += kept * (5 if itemsize == 4 else 4) + 12 * adapter_recipe.steps * learnt * hidden
         return {
             "target": target_bytes(lm, self.kept) + held * itemsize,
@@ -357,14 +358,13 @@ def forecast(
     trains: bool = True,
 ) -> list[str]:
     """Log lines on a run's memory and time. Errors: `ConfigError` if it cannot run like this."""
-    training_model = replace(model, device_map=None) if trainer.shard_target else model
-    # a sharded target is loaded and writes on the CPU, and then goes to the GPUs part by part
-    writing_model = replace(training_model, device="cpu") if trainer.shard_target else model
-    writer = Devices.of(writing_model)
-    devices = Devices.of(training_model)
     text = Text.of(data, lm)
-    if trainer.shard_target and writes_nothing(data, lm):  # the first process alone reads it
-        writer = replace(writer, free=writer.free * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    devices = writer = Devices.of(model)
+    if trainer.shard_target:  # it is loaded and writes on the CPU, then goes to the GPUs by parts
+        devices = Devices.of(replace(model, device_map=None))
+        writer = Devices.of(replace(model, device_map=None, device="cpu"))
+        if writes_nothing(data, lm):  # the first process alone reads it
+            writer = replace(writer, free=writer.free * int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     kept = layers_read(lm, recipes, trainer, data)
     needed = check_writing(lm, data, text, writer, kept)
     chunk = trainer.loss_chunk or recipe.default_loss_chunk(devices.total, lm.config.vocab_size)

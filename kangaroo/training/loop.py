@@ -324,6 +324,5 @@ def resolve_sizes(
 def load_checkpoint(folder: Path) -> dict[str, Any]:
     """The last checkpoint of a run; empty if there is none. Errors: `CorruptFile`."""
     path = folder / CHECKPOINT
-    problem = f"checkpoint '{path}' cannot be read"
-    with explained(CorruptFile, problem, "Delete it to train anew."):
+    with explained(CorruptFile, f"checkpoint '{path}' cannot be read", "Delete it to train anew."):
         return torch.load(path, weights_only=True) if path.exists() else {}

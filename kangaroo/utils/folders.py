@@ -91,17 +91,14 @@ def sole_writer(folder: Path, rank: int) -> Iterator[None]:
     process holds the lock, or there can be no such folder."""
     if not folder.name:
         raise ConfigError(f"output={folder} names no folder of its own. Pass one that does.")
-    try:
+    with explained(ConfigError, f"output={folder} cannot be a folder", "Pass another.", (OSError,)):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / f".lock-{rank}").acquire(timeout=0)
-    except Timeout as error:
-        raise ConfigError(
-            f"another process writes into '{folder}' now. Wait for it, or pass another output=."
-        ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"output={folder} cannot be a folder: {error.strerror}. Pass another."
-        ) from error
+        try:
+            lock = FileLock(folder / f".lock-{rank}").acquire(timeout=0)
+        except Timeout as error:
+            raise ConfigError(
+                f"another process writes into '{folder}' now. Wait for it, or pass another output=."
+            ) from error
     with lock:
         yield
 

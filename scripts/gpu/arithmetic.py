@@ -22,8 +22,7 @@ from kangaroo.engine.backend import Sizes
 
 BETWEEN = 1.2e-6  # seconds from one kernel to the next, fitted
 CACHE = 5.5e12  # bytes/s from the second-level cache, as others measured on an H100
-CLOCK = 1.755e9
-MULTIPLIES = 4096 * CLOCK  # 16-bit operations/s of a processor
+MULTIPLIES = 4096 * 1.755e9  # 16-bit operations/s of a processor, by its clock
 ATTENDS = 0.45  # of that in attention: exponentials and sums alternate with products
 CARD = Card(132, 227 << 10)
 READS = {"H100": 3.05e12, "H200": 4.37e12}  # bytes/s: measured; and the same share of what is said

@@ -140,7 +140,7 @@ def options(vllm_config: Any) -> Options:
             f"which adapter is to draft? Name its folder: --additional-config "
             f'\'{{"kangaroo": "FOLDER"}}\', not {folder!r}. It is written by {EXPORT}'
         )
-    if threshold is not None and not _is_number(threshold, 0, 1):
+    if threshold is not None and not _is_number(threshold, below=1):
         raise Unsupported(
             f"kangaroo_threshold must be a number from 0 (never stop early) to below 1, not "
             f"{threshold!r}."
@@ -148,11 +148,11 @@ def options(vllm_config: Any) -> Options:
     text_vocabulary = additional.get("kangaroo_text_vocabulary")
     for name, count in (("max_batch", max_batch), ("text_vocabulary", text_vocabulary)):
         unset = name == "text_vocabulary" and count is None
-        if not (unset or (isinstance(count, int) and _is_number(count, 0, 2**31 + 1))):
+        if not (unset or (isinstance(count, int) and _is_number(count, below=2**31 + 1))):
             raise Unsupported(f"kangaroo_{name} must be a whole number from 0, not {count!r}.")
     return Options(folder, threshold, max_batch, text_vocabulary)
 
 
-def _is_number(value: Any, least: float, below: float) -> bool:
+def _is_number(value: Any, below: float) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and least <= value < below
+    return is_number and 0 <= value < below

@@ -30,9 +30,8 @@ class Kangaroo:
         if not HAS_TRITON:
             cpu_sampling.repair()
         self.adapter = load_adapter(self.vllm_config, self.options, target)
-        self.threshold = self.options.threshold
-        if self.threshold is None:
-            self.threshold = self.adapter.facts.threshold
+        given = self.options.threshold
+        self.threshold = self.adapter.facts.threshold if given is None else given
         self.target = SplitTarget(self.vllm_config, self.adapter, target)
         self.followed = 0  # the number of rows whose tokens are in the draft vocabulary
 
@@ -65,9 +64,10 @@ class Kangaroo:
         ]
         active = rows
         for _ in range(self.vllm_config.speculative_config.num_speculative_tokens):
-            active = self._step([row for row in active if row.position < row.end])
+            active = [row for row in active if row.position < row.end]
             if not active:
                 break
+            active = self._step(active)
         for row in rows:
             drafts[row.index] = row.ids[1:]
         self.target.keep(rows)
@@ -75,8 +75,6 @@ class Kangaroo:
 
     def _step(self, rows: list[DraftRow]) -> list[DraftRow]:
         """Draft a token in each row; returns the rows that continue."""
-        if not rows:
-            return []
         logits_RK = self.target.draft(rows)
         tokens_R = self.adapter.tokens(logits_RK.argmax(-1))
         sure_R = torch.ones_like(tokens_R)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -150,17 +150,14 @@ class SplitTarget:
     @property
     def enters(self) -> bool:
         """Whether the last step had a part of a prompt."""
-        assert self.step is not None and self.step.is_prefilling is not None
         return bool(self.step.is_prefilling.any())
 
     def pages(self) -> NDArray[np.int64]:
         """Each row's length and its blocks, `[R, 1 + W]`: one copy from the device a step."""
-        assert self.step is not None
         if self.pages_RX is None:
             lengths_R1 = self.step.seq_lens[:, None].long()
             table_RW = self.step.block_table_tensor[: len(lengths_R1)].long()
-            pages_RX = torch.cat([lengths_R1, table_RW], 1)
-            self.pages_RX = pages_RX.cpu().numpy()
+            self.pages_RX = torch.cat([lengths_R1, table_RW], 1).cpu().numpy()
         return self.pages_RX
 
     def row(self, index: int, position: int, token: int) -> DraftRow:
@@ -172,7 +169,6 @@ class SplitTarget:
 
     def draft(self, rows: list[DraftRow]) -> Tensor:
         """Logits after the last token of each row, `[R, K]`."""
-        assert self.step is not None
         size, device = self.builder.kv_cache_spec.block_size, self.step.seq_lens.device
         places = []
         for row in rows:
@@ -254,7 +250,6 @@ class SplitTarget:
     def _join(self, drafted: dict[int, DraftRow], input_ids: Tensor, positions: Tensor) -> Tensor:
         """The states at the exit `[N, D]`; the lower part computes those that drafting has not."""
         step = self.step
-        assert step is not None and step.is_prefilling is not None
         if not drafted:
             return self.below(input_ids, positions)
         # one copy from the device for all that the host has to know, and one of the pages
@@ -266,22 +261,20 @@ class SplitTarget:
         new: list[int] = []
         drafted_indices: list[int] = []
         drafted_states: list[Tensor] = []
-        counts: list[int] = []
+        ends = [0]  # of the new tokens
         for i, (first, end) in enumerate(pairwise(starts)):
             row = None  # one token has no draft
             if end - first > 1 and not enters[i]:
                 row = drafted.get(slots[first])
             states_D = self._computed(row, i, ids[first:end], places[first])
-            counts.append(len(states_D))
             drafted_indices += range(first, first + len(states_D))
             drafted_states += states_D
             new += range(first + len(states_D), end)
+            ends.append(len(new))
         if not drafted_states:
             return self.below(input_ids, positions)
         indices = torch.tensor([*new, *drafted_indices]).to(input_ids.device)
         new_M, drafted_M = indices.split([len(new), len(drafted_indices)])
-        skipped = accumulate(counts, initial=0)
-        ends = [end - count for end, count in zip(starts, skipped, strict=True)]
         lengths = torch.from_numpy(self.pages()[:, 0]).int()
         ends_cpu = torch.tensor(ends, dtype=torch.int32)
         tokens = input_ids[new_M], positions[new_M], step.slot_mapping[new_M]

@@ -24,16 +24,7 @@ from kangaroo.evaluation.comparison import bullet_list, environment_lines, setti
 from kangaroo.evaluation.metrics import CTAR, Estimate
 from kangaroo.evaluation.plots import FAINT, HF, INK
 from kangaroo.evaluation.records import AGAIN
-from kangaroo.evaluation.study.study import (
-    AGREES,
-    DISAGREES,
-    HERE,
-    OPEN,
-    OVERALL,
-    Claim,
-    Place,
-    Study,
-)
+from kangaroo.evaluation.study.study import HERE, OVERALL, VERDICTS, Claim, Place, Study
 from kangaroo.evaluation.summary import shared_settings
 from kangaroo.utils import tables
 from kangaroo.utils.errors import ConfigError
@@ -43,7 +34,7 @@ from kangaroo.utils.tables import Row, number, short
 PAPER = "Liu et al., NeurIPS 2024, arXiv 2404.18911"
 STUDY = re.compile(r"(<!-- study: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
 SUMMARY = re.compile(r"(<!-- summary -->\n).*?(<!-- end -->)", re.S)
-VERDICT = re.compile(rf"\| \*\*({AGREES}|{DISAGREES}|{OPEN})\*\* \|")  # of a row
+VERDICT = re.compile(rf"\| \*\*({'|'.join(VERDICTS)})\*\* \|")  # of a row
 IMAGES = Path("img/paper")  # relative to the page
 COLORS = ["#d9772b", "#3b6fb6", "#54a24b", "#7a5195", "#b79a20", "#72b7b2", "#9d755d", "#c65b9b"]
 HEADINGS = {"compression_rate": "CR", "acceptance_rate": "accepted", CTAR: "CTAR(w)"}
@@ -269,9 +260,10 @@ def publish(results: Path, page: Path) -> None:
 
     text = STUDY.sub(replaced, text)
     verdicts = Counter(VERDICT.findall("".join(match[0] for match in STUDY.finditer(text))))
+    agree, disagree, undecided = (verdicts[verdict] for verdict in VERDICTS)
     counted = (
-        f"Of {verdicts.total()} findings of the paper that were checked, {verdicts[AGREES]} agree, "
-        f"{verdicts[DISAGREES]} disagree, and {verdicts[OPEN]} are open."
+        f"Of {verdicts.total()} findings of the paper that were checked, {agree} agree, "
+        f"{disagree} disagree, and {undecided} are open."
     )
     page.write_text(SUMMARY.sub(rf"\1\n{counted}\n\n\2", text), encoding="utf-8")
 

@@ -17,9 +17,7 @@ from kangaroo.utils.errors import ConfigError
 PUBLISHED = Path(__file__).with_name("published.yaml")
 OVERALL = "overall"  # all tasks together
 HERE = "here"  # what the model of our own points is called
-AGREES = "agrees"
-DISAGREES = "disagrees"
-OPEN = "open"
+VERDICTS = AGREES, DISAGREES, OPEN = "agrees", "disagrees", "open"
 MIN_QUESTIONS = 8  # with fewer, a bootstrap's intervals are too narrow
 
 # A value of `StudyConfig.x` or `curve`; None for a method that has no such setting.
@@ -174,13 +172,9 @@ def measured_points(config: StudyConfig, method: Measured) -> list[Point]:
         return [point(float(w), records, {CTAR: f"{CTAR}{w}"}) for w in range(1, longest + 1)]
     if config.x == "task":
         tasks = dict.fromkeys([*(record.task for record in records), OVERALL])
-        return [point(task, select_task(records, task), metrics) for task in tasks]
+        groups = {task: [x for x in records if task in (OVERALL, x.task)] for task in tasks}
+        return [point(task, group, metrics) for task, group in groups.items()]
     return [point(x, records, metrics)]
-
-
-def select_task(records: Sequence[Record], task: str) -> list[Record]:
-    """The records of one task, or of all (`OVERALL`)."""
-    return [record for record in records if task in (OVERALL, record.task)]
 
 
 def published_points(config: StudyConfig) -> list[Point]:
