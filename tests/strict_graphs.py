@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kangaroo.cuda import launching
 from kangaroo.cuda.graphs import MOST_GRAPHS, WARM_UPS, Graphs
@@ -59,7 +58,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
         by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in tensors[1:])
         if name.removeprefix("aten::") in REFUSED or by_mask:
             raise CaptureError(f"{name} waits for the device or reads from the host")
@@ -73,7 +72,7 @@ class Tape(TorchDispatchMode):
             assert len(written) == 1, name
             return written[0]  # the memory of others stays as it is
         out = func(*args, **kwargs)
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        results = [*tensors_in(out)]
         new = [x for x in results if not (_address(x) in self.pool or _address(x) in self.foreign)]
         if new or not results:
             assert len(new) == len(results), f"{name} gives views and new tensors at once"
@@ -88,7 +87,7 @@ class Tape(TorchDispatchMode):
             for x in args:
                 if isinstance(x, Tensor):
                     self._note(x)
-            copy = tree_map_only(Tensor, lambda x: x if _address(x) in self.pool else twin(x), args)
+            copy = mapped(lambda x: x if _address(x) in self.pool else twin(x), args)
             start(kernel, grid, copy, options)
             self._append(lambda *args: start(kernel, grid, args, options), args, {}, [])
 
@@ -101,7 +100,7 @@ class Tape(TorchDispatchMode):
                 raise DanglingGraph(f"memory that recording saw {fate}")
         for run, args, kwargs, results in self.operators:
             out = run(*args, **kwargs)
-            for mine, x in zip(results, tree_leaves(out) if results else (), strict=True):
+            for mine, x in zip(results, tensors_in(out) if results else (), strict=True):
                 mine.copy_(x)
         self.spoil()
 
@@ -111,8 +110,9 @@ class Tape(TorchDispatchMode):
             self.foreign[address] = StorageWeakRef(x.untyped_storage())
 
     def _append(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
-        bare = tree_map_only(Tensor, bare_tensor, (args, kwargs))
-        self.operators.append((func, *bare, [bare_tensor(x) for x in results]))
+        bare = {name: mapped(bare_tensor, x) for name, x in kwargs.items()}
+        own = [bare_tensor(x) for x in results]
+        self.operators.append((func, mapped(bare_tensor, args), bare, own))
 
     def spoil(self) -> None:
         """Fill the pool with what is no number and no index."""
@@ -138,6 +138,20 @@ def refusing_unseen() -> Iterator[None]:
             call = refusing(name, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, call))
         yield
+
+
+def mapped(change: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """With each tensor changed, in lists and tuples, too, which torch's own way takes long for."""
+    if isinstance(x, Tensor):
+        return change(x)
+    return type(x)(mapped(change, part) for part in x) if isinstance(x, list | tuple) else x
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    parts = x if isinstance(x, list | tuple) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def _address(x: Tensor) -> int:

@@ -174,7 +174,7 @@ def growing(session: Session, seed: int) -> None:
     "name, most", [("kangaroo", 4), ("kangaroo-stops", 60), ("hybrid-tree", 100)]
 )
 def test_a_growing_text_is_recorded_anew_at_powers_of_two_alone(name, most):
-    lm = graphed(tiny(max_position_embeddings=4096))
+    lm = graphed(tiny(max_position_embeddings=4096, num_hidden_layers=3))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
     session = engine.open(1, 2000, Sampling())
     batch = session.batch
@@ -209,7 +209,7 @@ def test_a_round_is_few_launches(name, monkeypatch):
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(Tape, "replay", replay)
-    lm = graphed(tiny())
+    lm = graphed(tiny(num_hidden_layers=3))
     engine = Engine(lm, DRAFTERS[name](Case(lm, adapter_for(lm), [])))
     session = engine.open(1, 200, Sampling(temperature=0.7))
     session.admit(0, Request(random_prompts(60)[0], 140))
@@ -228,7 +228,7 @@ def test_a_round_is_few_launches(name, monkeypatch):
 
 
 def test_what_was_warmed_up_is_not_recorded_again():
-    lm, rows, longest = graphed(tiny()), 2, 300
+    lm, rows, longest = graphed(tiny(num_hidden_layers=3)), 2, 300
     engine = Engine(lm, helpers.chain_of(lm, adapter_for(lm), 2, 0.0), prefix_cache=True)
     warm_up(engine, rows, longest)
     recorded = set(lm.backend.graphs.recorded)
