@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import (
 
 from kangaroo.cuda import launching
 from kangaroo.cuda.graphs import MOST_GRAPHS, WARM_UPS, Graphs
+from kangaroo.engine.cache import tensors_in, with_tensors
 
 start = launching.start
 
@@ -58,7 +59,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        tensors = [*tensors_in(args), *tensors_in([*kwargs.values()])]
+        tensors = tensors_in([args, *kwargs.values()])
         by_mask = name == "aten::index" and any(x.dtype == torch.bool for x in tensors[1:])
         if name.removeprefix("aten::") in REFUSED or by_mask:
             raise CaptureError(f"{name} waits for the device or reads from the host")
@@ -72,7 +73,7 @@ class Tape(TorchDispatchMode):
             assert len(written) == 1, name
             return written[0]  # the memory of others stays as it is
         out = func(*args, **kwargs)
-        results = [*tensors_in(out)]
+        results = tensors_in(out)
         new = [x for x in results if not (_address(x) in self.pool or _address(x) in self.foreign)]
         if new or not results:
             assert len(new) == len(results), f"{name} gives views and new tensors at once"
@@ -141,17 +142,7 @@ def refusing_unseen() -> Iterator[None]:
 
 
 def mapped(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """With each tensor changed, in lists and tuples, too, which torch's own way takes long for."""
-    if isinstance(x, Tensor):
-        return change(x)
-    return type(x)(mapped(change, part) for part in x) if isinstance(x, list | tuple) else x
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    parts = x if isinstance(x, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    return with_tensors(x, map(change, tensors_in(x)))
 
 
 def _address(x: Tensor) -> int:

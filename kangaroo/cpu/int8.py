@@ -68,9 +68,10 @@ class Int8Head:
     def as_struct(self) -> structs.Head:
         head = self.head
         new = slice(self.n_fixed, head.size)
-        steps_OD, scale_O = rounded(head.weight_KD[new])
-        self.steps_RD[new] = steps_OD
-        self.scale_R[new] = scale_O[: len(steps_OD)]
+        if new.start < new.stop:
+            steps_OD, scale_O = rounded(head.weight_KD[new])
+            self.steps_RD[new] = steps_OD
+            self.scale_R[new] = scale_O[: len(steps_OD)]
         struct = head_struct(head)
         struct.weight, struct.scales = map(native.pointer, (self.steps_RD, self.scale_R))
         struct.kind = IN_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -151,16 +151,18 @@ Taps = dict[int, Tensor]  # hidden states of the target, by the number of layers
 Chunk = tuple[Tensor, ForwardMeta, Taps]  # a prompt's chunk: the arguments of `Drafter.prefill`
 
 
-@dataclass(eq=False)
 class KVCache:
     """Keys and values of some layers, each `[B * S, K, C]` on its layer's device, so that one
     `index_copy_` writes any rows and slots, and attention reads rows as strided views."""
 
-    batch_size: int
-    n_slots: int
-    keys: list[Tensor]
-    values: list[Tensor]
-    serial: int = field(default_factory=itertools.count().__next__)  # unique in this process
+    serials = itertools.count()  # a cache's serial number is unique in this process
+
+    def __init__(self, batch_size: int, n_slots: int, keys: list[Tensor], values: list[Tensor]):
+        self.serial = next(self.serials)
+        self.batch_size = batch_size
+        self.n_slots = n_slots
+        self.keys = keys
+        self.values = values
 
     @staticmethod
     def empty(
