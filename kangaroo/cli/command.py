@@ -65,33 +65,7 @@ def command(
         @hydra.main(version_base="1.3", config_path=CONFIGS, config_name=name)
         def main(config: DictConfig) -> float | None:
             sys.argv = typed  # which results record as their command
-            logging.captureWarnings(True)
-            transformers.utils.logging.disable_progress_bar()
-            rank = int(os.environ.get("RANK", 0))
-            in_sweep = sweep_folder() is not None
-            end: BaseException
-            try:
-                if not shared:
-                    ranks.check_alone()
-                check_ranges(config)
-                with sole_writer(Path(config.output), rank) if resumable else nullcontext():
-                    return run(OmegaConf.to_object(config))
-            except KeyboardInterrupt:
-                advice = " What is finished is kept: the same command goes on from there."
-                if rank == 0:
-                    sys.stderr.write(f"\nStopped.{advice if resumable else ''}\n")
-                end = SystemExit(INTERRUPTED)
-            except Exception as error:
-                fix = remedy(error)
-                if fix is None and not in_sweep:
-                    raise
-                end = SystemExit(f"{type(error).__name__}: {error}{fix or ''}")
-                if in_sweep:  # Hydra continues, and fails after the last job
-                    log.error("this job failed: %s", end, exc_info=fix is None)
-                    end = CompactHydraException(str(end))
-            # outside the handler, whose traceback holds the target: the next job needs its memory
-            gc.collect()
-            raise end
+            return run_job(run, config, shared=shared, resumable=resumable)
 
         @functools.wraps(run)
         def start() -> None:
@@ -117,6 +91,40 @@ def command(
         return start
 
     return decorate
+
+
+def run_job(
+    run: Callable[[Any], float | None], config: DictConfig, *, shared: bool, resumable: bool
+) -> float | None:
+    """Run a command once. What a user can fix ends it with one line; in a sweep every fault does,
+    since the next job follows."""
+    logging.captureWarnings(True)
+    transformers.utils.logging.disable_progress_bar()
+    rank = int(os.environ.get("RANK", 0))
+    in_sweep = sweep_folder() is not None
+    end: BaseException
+    try:
+        if not shared:
+            ranks.check_alone()
+        check_ranges(config)
+        with sole_writer(Path(config.output), rank) if resumable else nullcontext():
+            return run(OmegaConf.to_object(config))
+    except KeyboardInterrupt:
+        advice = " What is finished is kept: the same command goes on from there."
+        if rank == 0:
+            sys.stderr.write(f"\nStopped.{advice if resumable else ''}\n")
+        end = SystemExit(INTERRUPTED)
+    except Exception as error:
+        fix = remedy(error)
+        if fix is None and not in_sweep:
+            raise
+        end = SystemExit(f"{type(error).__name__}: {error}{fix or ''}")
+        if in_sweep:  # Hydra continues, and fails after the last job
+            log.error("this job failed: %s", end, exc_info=fix is None)
+            end = CompactHydraException(str(end))
+    # outside the handler, whose traceback holds the target: the next job needs its memory
+    gc.collect()
+    raise end
 
 
 def is_override(word: str) -> bool:

@@ -78,7 +78,7 @@ def tree_by_definition(
         ("adapter", 0, 5, "sampled"),
         ("eagle3", 0, 5, "greedy"),
         pytest.param("eagle", 0, 5, "sampled", marks=pytest.mark.slow),
-        pytest.param("eagle", 0, 14, "greedy", marks=pytest.mark.slow),
+        pytest.param("eagle", 0, 14, "sampled", marks=pytest.mark.slow),
         pytest.param("eagle3", 0, 14, "sampled", marks=pytest.mark.slow),
     ],
     indirect=["sampling"],

@@ -138,8 +138,6 @@ def begun(tmp_path_factory):
     saved_adapter(lm, heads, here / "adapters/tiny-medusa", facts=facts)
     saved_adapter(lm, EagleHead(lm), here / "adapters/tiny-eagle")
     saved_adapter(lm, Eagle3Head(lm), here / "adapters/tiny-eagle3")
-    for name, saved in TRAINED.items():
-        shutil.copytree(here / "adapters" / name, here / "outputs" / saved)
     write_gguf(here / "FILE.gguf")
     write_inputs(here)
     return here
@@ -154,6 +152,8 @@ def here(begun, tmp_path):
 def prepared(begun, tmp_path_factory):
     """And what earlier commands left: data, a datastore, a subset of layers; a checkpoint."""
     here = shutil.copytree(begun, tmp_path_factory.mktemp("made") / "here")
+    for name, saved in TRAINED.items():
+        shutil.copytree(here / "adapters" / name, here / "outputs" / saved)
     for data in ("self_synthesis", "tasks"):
         options = f"model=tiny data={data} {SHORT} {ONE} {BRIEF}"
         typed("scripts/make_data.py", *options.split(), cwd=here)
